@@ -33,7 +33,7 @@ from protocol.spec.files.run_spec_file import load_run_spec
 from protocol.spec.run_spec import ModelRun
 from tests import standin
 from tests.cluster import RUNS, Cluster
-from tests.small_decoder import decoder_run
+from tests.small_decoder import write_decoder_run
 from worker.cli import main as worker
 from worker.models.device_memory import estimate
 from worker.tasks.base.task import Task
@@ -106,7 +106,7 @@ def digests(kind: str, sizes: Sizes) -> None:
 def _digest(run: tuple[str, ...], options: tuple[str, ...]) -> str:
     with tempfile.TemporaryDirectory() as directory, Cluster(Path(directory), *run) as cluster:
         # A new process: a forked process cannot use a card.
-        cluster.worker("w", *options, environment=dict(os.environ))
+        cluster.start_worker("w", *options, environment=dict(os.environ))
         return str(cluster.result()["weights_digest"])
 
 
@@ -184,7 +184,7 @@ def large_decoder(
     directory: Path, model: Mapping[str, object], sizes: Sizes
 ) -> tuple[ModelRun, Task, Batch]:
     """Return a run with LoRA on a Llama, its task, and a microbatch of the longest samples."""
-    path = decoder_run(
+    path = write_decoder_run(
         "causal-lm", directory, lora={"r": 8}, batch={"samples": 2, "microbatch": 2},
         model={"source": str(directory / "model"), **model},
     )  # fmt: skip

@@ -113,7 +113,7 @@ async def _measure_joins(port: int, count: int) -> list[float]:
             await newcomer.join()
             elapsed_s = time.perf_counter() - begin_s
             newcomer.send(Goodbye(reason="", retry=False, exit_code=ExitCode.OK))
-            await newcomer.farewell()
+            await newcomer.wait_for_goodbye()
         times_ms.append(elapsed_s * 1e3)
         await asyncio.sleep(max(0.0, 1 / JOINS_A_SECOND - elapsed_s))
     return times_ms

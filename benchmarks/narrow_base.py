@@ -170,7 +170,7 @@ def measure(run: str, device: str, kind: str, *settings: str) -> str:
         kept_before = sum(kept_mib for _, kept_mib in phases.values())
         with measured_growth() as growth:
             yield
-        phases[name] = (kept_before + growth.peak_bytes / MIB, growth.kept_bytes / MIB)
+        phases[name] = (kept_before + growth.peak_bytes / MIB, growth.remaining_bytes / MIB)
         print(f"{name}: {time.perf_counter() - start_s:.1f} s", file=sys.stderr)
 
     with phase("read"):

@@ -27,7 +27,7 @@ import pytest
 
 from tests.cluster import PATIENCE_S, ROOT
 
-INSTALLED: Final = "/usr/local/lib/samestep"
+INSTALL_DIRECTORY: Final = "/usr/local/lib/samestep"
 """Directory where the units expect the two commands."""
 COORDINATOR_HOME: Final = "/var/lib/samestep-coordinator"
 _SETUP_SCRIPT: Final = """
@@ -125,9 +125,9 @@ class Machine:
 
         def has_entry() -> bool:
             nonlocal read_entries, entry
-            new = self._entries[read_entries:]
-            read_entries += len(new)
-            entry = next(filter(matches, new), None)
+            new_entries = self._entries[read_entries:]
+            read_entries += len(new_entries)
+            entry = next(filter(matches, new_entries), None)
             return entry is not None
 
         with self._changed:
@@ -150,7 +150,7 @@ class Machine:
         )
 
     def close(self) -> None:
-        """Stop the machine and the reader of its journal."""
+        """Wait until the machine, which has been killed, has closed its journal."""
         self._reader.join()
         self._journalctl.wait()
 
@@ -176,10 +176,10 @@ def booted_machine(
     """Boot a machine; skip the test where none can be booted.
 
     Args:
-        directory: Working directory; the machine's name must not be in use there.
+        directory: Working directory, for files named after the machine.
         name: The machine's host name.
-        mounts: Paths in the container by the host directories to mount there; samestep is then not
-            installed. None: install this checkout.
+        mounts: Path in the container for each host directory to mount; samestep is not installed.
+            None: install this checkout instead.
         network: File of the network namespace to join; None for a new one.
     """
     if os.geteuid() != 0:
@@ -193,21 +193,21 @@ def booted_machine(
     _write_files(files, name)
     if mounts is None:
         _install(files)
-    binds = (
-        _binds()
+    mount_options = (
+        _checkout_mounts()
         if mounts is None
         else [f"--bind-ro={host_path}:{guest_path}" for host_path, guest_path in mounts.items()]
     )
     notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     # A path: an abstract socket name is visible in this network namespace only.
     notices.bind(str(directory / f"{name}.notify"))
-    enter = ["nsenter", f"--net={network}"] if network is not None else []
-    own_network = ["--private-network"] if network is None else []
+    enter_network = ["nsenter", f"--net={network}"] if network is not None else []
+    network_options = ["--private-network"] if network is None else []
     nspawn = subprocess.Popen(
-        [*enter, "unshare", "--mount", "--propagation", "private", "sh", "-c", _SETUP_SCRIPT, "sh",
-         base, "--quiet", f"--directory={base}/root", "--boot", f"--machine={name}",
-         "--register=no", "--keep-unit", *own_network, "--link-journal=no", "--console=pipe",
-         "--notify-ready=yes", *binds, "--",
+        [*enter_network, "unshare", "--mount", "--propagation", "private",
+         "sh", "-c", _SETUP_SCRIPT, "sh", base, "--quiet", f"--directory={base}/root", "--boot",
+         f"--machine={name}", "--register=no", "--keep-unit", *network_options,
+         "--link-journal=no", "--console=pipe", "--notify-ready=yes", *mount_options, "--",
          "--unit=samestep-test.target", "--show-status=no"],
         env={**os.environ, "NOTIFY_SOCKET": notices.getsockname()},
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -215,11 +215,11 @@ def booted_machine(
     leader, machine = 0, None
     try:
         with notices:  # closed after the boot: an unread socket would block systemd
-            leader = _leader(nspawn, notices)
+            leader = _wait_for_leader(nspawn, notices)
         machine = Machine(leader)
         yield machine
     finally:
-        # When its first process ends, the machine is gone.
+        # The machine ends with its first process.
         with contextlib.suppress(ProcessLookupError):
             os.kill(leader or nspawn.pid, signal.SIGKILL)
         nspawn.communicate()
@@ -236,7 +236,7 @@ def _remove_control_groups(name: str) -> None:
                 Path(path).rmdir()
 
 
-def _leader(nspawn: subprocess.Popen[str], notices: socket.socket) -> int:
+def _wait_for_leader(nspawn: subprocess.Popen[str], notices: socket.socket) -> int:
     """Return the process number of the container's init, once systemd has booted."""
     assert nspawn.stdout is not None
     leader, is_ready = 0, False
@@ -274,11 +274,11 @@ def _install(files: Path) -> None:
     """Install this checkout with the interpreter and packages that run the tests."""
     for unit in (ROOT / "deploy/systemd").glob("*.service"):
         shutil.copy(unit, files / "etc/systemd/system")
-    commands = files / INSTALLED.lstrip("/") / "bin"
+    commands = files / INSTALL_DIRECTORY.lstrip("/") / "bin"
     commands.mkdir(parents=True)
     for module in ("coordinator", "worker"):
         command = commands / module
-        command.write_text(_COMMAND.format(at=INSTALLED, python=_python(), module=module))
+        command.write_text(_COMMAND.format(at=INSTALL_DIRECTORY, python=_python(), module=module))
         command.chmod(0o755)
 
 
@@ -287,15 +287,15 @@ def _python() -> str:
     host_path = os.path.realpath(sys.executable)
     if sys.base_prefix == "/usr":
         return host_path
-    return f"{INSTALLED}/python/{os.path.relpath(host_path, sys.base_prefix)}"
+    return f"{INSTALL_DIRECTORY}/python/{os.path.relpath(host_path, sys.base_prefix)}"
 
 
-def _binds() -> list[str]:
-    """Return the directories of this machine that are mounted read-only."""
+def _checkout_mounts() -> list[str]:
+    """Return nspawn's options to mount this checkout, its packages and its Python read-only."""
     directories = {ROOT: "source", sysconfig.get_path("purelib"): "site-packages"}
     if sys.base_prefix != "/usr":
         directories[sys.base_prefix] = "python"
     return [
-        f"--bind-ro={host_path}:{INSTALLED}/{guest_path}"
+        f"--bind-ro={host_path}:{INSTALL_DIRECTORY}/{guest_path}"
         for host_path, guest_path in directories.items()
     ]

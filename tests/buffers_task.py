@@ -19,6 +19,7 @@ from protocol.spec.run_spec import RunSpec
 from worker.models.blocks import cut_into_blocks
 
 SAMPLES, WIDTH = 28, 8
+EVALUATION_PART_SAMPLES = 8
 
 
 class _Model(nn.Module):
@@ -38,15 +39,15 @@ class _Model(nn.Module):
         return x
 
 
-class Normed:
+class BuffersTask:
     """See `worker.tasks.base.task.Task`."""
 
     def __init__(self, spec: RunSpec) -> None:
         self._x = draws.symmetric(1, SAMPLES * WIDTH, 1.0).reshape(SAMPLES, WIDTH)
         module = _Model()
-        buffers = [name for name, _ in module.named_buffers()]
+        buffer_names = [name for name, _ in module.named_buffers()]
         self.manifest = Manifest(
-            blocks=(*buffer_blocks(module, buffers, 1 << 20), *cut_into_blocks(module)),
+            blocks=(*buffer_blocks(module, buffer_names, 1 << 20), *cut_into_blocks(module)),
             train_samples=SAMPLES,
             evaluation_parts=2,
             metrics=(Metric(name="loss", numerator={"loss": 1}, denominator={"samples": 1}),),
@@ -57,7 +58,7 @@ class Normed:
         )  # fmt: skip
         state = module.state_dict()
         self._initial = [
-            np.concatenate([state[t.name].float().numpy().ravel() for t in block.tensors])
+            np.concatenate([state[tensor.name].float().numpy().ravel() for tensor in block.tensors])
             for block in self.manifest.blocks
         ]
 
@@ -68,7 +69,8 @@ class Normed:
         return Batch({"x": self._x[np.asarray(samples)]}, float(len(samples)))
 
     def evaluation_batch(self, part: int) -> Batch:
-        return self.batch(range(part * 8, part * 8 + 8))
+        first = part * EVALUATION_PART_SAMPLES
+        return self.batch(range(first, first + EVALUATION_PART_SAMPLES))
 
 
 def _loss(module: Any, arrays: Mapping[str, Any]) -> torch.Tensor:

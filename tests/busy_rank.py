@@ -1,6 +1,6 @@
 """A rank whose device never finishes a microbatch.
 
-Run it as `python -m tests.busy_rank PAUSE_PORT RANK SIZE PORT`. After some microbatches, it
+Run it as `python -m tests.busy_rank PAUSE_PORT RANK SIZE PORT`. After ten microbatches, the rank
 connects to PAUSE_PORT on loopback and waits, in the middle of a step that the other ranks compute
 too. The other arguments are those of `tests.one_rank`.
 """
@@ -16,8 +16,8 @@ from backends.base.interface import GradientItem
 from tests.paused_worker import wait_for_release
 from worker.torchrun.leader import GroupGradients, RankShare
 
-_FIRST_PAUSED = 10
-"""Number of the first microbatch that is not finished."""
+_FINISHED_MICROBATCHES = 10
+"""Microbatches that the rank computes before it waits."""
 
 
 def wait_in_a_microbatch(port: int) -> None:
@@ -25,7 +25,7 @@ def wait_in_a_microbatch(port: int) -> None:
 
     def compute_or_wait(self: GroupGradients, share: RankShare) -> Iterator[GradientItem]:
         number = next(numbers)
-        if number >= _FIRST_PAUSED:
+        if number >= _FINISHED_MICROBATCHES:
             wait_for_release(number, port)
         yield from compute(self, share)
 

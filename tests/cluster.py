@@ -23,7 +23,10 @@ RUNS = ROOT / "deploy" / "runs"
 
 
 class Hold:
-    """A step in which a worker pauses until the test releases it; see `Cluster.paused_worker`."""
+    """A step in which a worker pauses until the test releases it.
+
+    `Cluster.start_paused_worker` creates one.
+    """
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -101,7 +104,7 @@ class Cluster:
         for hold in self._holds:
             hold.close()
 
-    def worker(
+    def start_worker(
         self,
         name: str,
         *arguments: str,
@@ -116,13 +119,14 @@ class Cluster:
         self.workers[name] = process
         return process
 
-    def paused_worker(
+    def start_paused_worker(
         self, name: str, steps: int | str, *arguments: str,
         environment: Mapping[str, str] | None = None,
     ) -> Hold:  # fmt: skip
         """Start a worker that pauses in this step, or a later one, before it computes a subtree.
 
-        The run cannot end before the test releases the worker. With steps `4,8` it pauses twice.
+        The run cannot end before the test releases the worker. With steps `4,8` it pauses twice;
+        with `4g` it pauses between the embeddings and the gradients (see `tests.paused_worker`).
         """
         hold = Hold()
         self._holds.append(hold)
@@ -136,12 +140,12 @@ class Cluster:
     def wait_for(
         self, event: str, nth: int = 1, *, start: int = 0, from_step: int = 0, **fields: object
     ) -> dict[str, Any]:
-        """Return the first (or nth) event of this kind with these fields.
+        """Wait for the first (or nth) event of this name with these fields; return it.
 
         Args:
             event: Name of the event.
             nth: Number of matching events to wait for.
-            start: A position from `mark`; earlier events do not count.
+            start: A result of `event_count`: events before it do not count.
             from_step: Events of earlier steps do not count.
             fields: Fields that the event must have.
         """
@@ -157,19 +161,21 @@ class Cluster:
         with self._changed:
             self._changed.wait_for(lambda: find() or self._has_ended, PATIENCE_S)
             match = find()
-        assert match is not None, f"no {event} {fields} in {self.events()} {self._exit_report()}"
+        assert match is not None, (
+            f"no {event} {fields} in {self.event_names()} {self._exit_report()}"
+        )
         return match
 
-    def mark(self) -> int:
-        """Return the current end of the events, for `wait_for`."""
+    def event_count(self) -> int:
+        """Return the number of events so far, for `wait_for`."""
         return len(self._events)
 
-    def events(self) -> list[str]:
+    def event_names(self) -> list[str]:
         """Return the names of all events so far, for the text of a failing test."""
         return [document["event"] for document in self._events]
 
     def events_named(self, event: str) -> list[dict[str, Any]]:
-        """Return all events of this kind so far."""
+        """Return all events of this name so far."""
         return [document for document in self._events if document["event"] == event]
 
     def has_reassigned_work(self) -> bool:
@@ -177,14 +183,14 @@ class Cluster:
         return any(map(self.events_named, ("reassigned", "restarted", "speculated")))
 
     def ask(self, method: str, path: str, document: object = None) -> dict[str, Any]:
-        """Send one request to the control port."""
+        """Send a request to the control port; return the JSON object of the response."""
         host, _, port = self.address["control"].rpartition(":")
         connection = http.client.HTTPConnection(host, int(port), timeout=PATIENCE_S)
         body = json.dumps(document) if document is not None else None
         with contextlib.closing(connection):
             connection.request(method, path, body, self._authorization())
-            answer: dict[str, Any] = json.loads(connection.getresponse().read())
-        return answer
+            response: dict[str, Any] = json.loads(connection.getresponse().read())
+        return response
 
     def _authorization(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {control_token(self.address['control'])}"}
@@ -194,7 +200,7 @@ class Cluster:
         self.wait_for_exit(self.coordinator)
         self._reader.join()
         file = self.directory / "out/result.json"
-        assert file.exists(), f"no result after {self.events()} {self._exit_report()}"
+        assert file.exists(), f"no result after {self.event_names()} {self._exit_report()}"
         document: dict[str, Any] = json.loads(file.read_text())
         return document
 
@@ -210,12 +216,12 @@ class Cluster:
         return f"(the coordinator ended with {code}) {output}"
 
     def _read_address(self) -> dict[str, str]:
-        """Wait for the line that the coordinator prints after it has written the address file."""
+        """Return the coordinator's addresses, once it has written the address file."""
         assert self.coordinator.stdout is not None
         for line in self.coordinator.stdout:
-            if line.startswith("status:"):
+            if line.startswith("status:"):  # printed after the file is written
                 address: dict[str, str] = json.loads(self._address_file.read_text())
-                # Later output is read at the end, or dropped if there is too much.
+                # Drained, so that a full pipe cannot block the coordinator.
                 self._drainer = threading.Thread(target=self._drain_output, daemon=True)
                 self._drainer.start()
                 return address
@@ -232,8 +238,8 @@ class Cluster:
         try:
             while self.coordinator.poll() is None:
                 try:
-                    for number, event in self._stream(last_id):
-                        last_id = number
+                    for event_id, event in self._stream(last_id):
+                        last_id = event_id
                         with self._changed:
                             self._events.append(event)
                             self._changed.notify_all()
@@ -257,12 +263,12 @@ class Cluster:
 def _read_server_sent_events(
     response: http.client.HTTPResponse,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    number = ""
+    event_id = ""
     for line in response:
         if line.startswith(b"id: "):
-            number = line.removeprefix(b"id: ").decode().strip()
+            event_id = line.removeprefix(b"id: ").decode().strip()
         if line.startswith(b"data: "):
-            yield number, json.loads(line.removeprefix(b"data: "))
+            yield event_id, json.loads(line.removeprefix(b"data: "))
 
 
 def _streams(process: Process) -> Iterator[Any]:

@@ -1,6 +1,6 @@
 """Run a `coordinator` or `worker` command within this process; return its output and exit code.
 
-For commands that end at once. Tests of signals, ports and imports start a process instead.
+For commands that end by themselves. Tests of signals, ports and imports start a process instead.
 """
 
 from __future__ import annotations

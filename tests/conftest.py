@@ -20,10 +20,10 @@ from protocol.machine.compiler import build_kernels
 from tests.no_disk_sync import disable_disk_sync
 from tests.processes import ADDRESS, begin_fork_server, started
 
-# Otherwise every process that a test starts would compile all of our modules.
+# Otherwise every process that a test starts compiles all of our modules.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# With more processes than cores, spinning threads of torch would slow down the others.
+# With more processes than cores, spinning threads of torch slow down the others.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -66,9 +66,9 @@ def pytest_collection_modifyitems(items):
     other_tests = [item for tests in files for item in tests if not LONG & {*item.path.parts}]
     share_size = -(-len(items) // len(shares))
     for share in shares:
-        missing = max(0, share_size - len(share))
-        share.extend(other_tests[:missing])
-        del other_tests[:missing]
+        free = max(0, share_size - len(share))
+        share.extend(other_tests[:free])
+        del other_tests[:free]
     items[:] = [*itertools.chain(*shares), *other_tests]
 
 
@@ -83,8 +83,9 @@ LONG = {
     "test_docs_run.py", "test_memory_check.py", "test_real_scripts.py",
 }  # fmt: skip
 """Folders and files of tests that wait for other processes."""
-MOST_STARTED = {"forked": 30, "fresh": 3}
-"""Limit for one test that is not slow. It keeps a default run within minutes as tests grow."""
+MOST_PROCESSES = {"forked": 30, "fresh": 3}
+"""Limits for one test that is not slow, by how processes start. They keep a default run within
+minutes as tests are added."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -97,12 +98,12 @@ def pytest_runtest_call(item):
         if "interrupt" not in item.fixturenames:
             raise
         pytest.fail("the test did not catch the interrupt that it sent")
-    for method, limit in MOST_STARTED.items():
-        started_here = started[method] - started_before[method]
-        if started_here > limit and item.get_closest_marker("slow") is None:
+    for method, limit in MOST_PROCESSES.items():
+        processes = started[method] - started_before[method]
+        if processes > limit and item.get_closest_marker("slow") is None:
             pytest.fail(
                 f"expected the test to start at most {limit} processes ({method}), "
-                f"got {started_here}; start fewer, or mark it slow and add a smaller test"
+                f"got {processes}; start fewer, or mark it slow and add a smaller test"
             )
     return result
 
@@ -116,7 +117,8 @@ def interrupt():
 
 @pytest.fixture(scope="session", autouse=True)
 def _homes(tmp_path_factory):
-    """Yield homes for tests; the first one is shared by the fixtures of modules."""
+    """Yield the directories for SAMESTEP_HOME: one per test; those of modules' fixtures share
+    the first."""
     homes = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         for name in ("SAMESTEP_TOKEN", "SAMESTEP_TOKEN_FILE"):
@@ -127,5 +129,5 @@ def _homes(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _own_home(_homes, monkeypatch):
-    """Give each test its own home, which the daemons that it starts inherit."""
+    """Give each test a new SAMESTEP_HOME, which the daemons that it starts inherit."""
     monkeypatch.setenv("SAMESTEP_HOME", str(next(_homes)))

@@ -88,6 +88,7 @@ def read_journal(path: Path) -> tuple[Entry, ...]:
 
 
 def averages(step: int, attempt: int = 0) -> list[Array]:
+    """Return random averages of a step, float32, one array per block."""
     rng = np.random.default_rng((step, attempt))
     return [rng.standard_normal(block.elements).astype(np.float32) for block in BLOCKS]
 
@@ -138,7 +139,7 @@ def record_of(
     )  # fmt: skip
 
 
-def append_step(log: GradientLog, step: int, *, term: int = 1, attempt: int = 0) -> None:
+def append_averages(log: GradientLog, step: int, *, term: int = 1, attempt: int = 0) -> None:
     for index, (block, values) in enumerate(zip(BLOCKS, averages(step, attempt), strict=True)):
         for chunk in range(block.chunks):
             chunk_id = ChunkId(term, step, attempt, index, chunk)
@@ -146,11 +147,11 @@ def append_step(log: GradientLog, step: int, *, term: int = 1, attempt: int = 0)
 
 
 def log_step(log: GradientLog, step: int, *, term: int = 1, attempt: int = 0) -> None:
-    append_step(log, step, term=term, attempt=attempt)
+    append_averages(log, step, term=term, attempt=attempt)
     log.commit(record_of(step, step + 1, term=term, attempt=attempt))
 
 
-def state_zero() -> Replica:
+def initial_replica() -> Replica:
     replica = Replica(BLOCKS, SPEC.optimizer)
     rng = np.random.default_rng(99)
     replica.load_parameters(
@@ -188,7 +189,7 @@ class WrittenRun:
         self.directory = RunDirectory(path)
         self.mode = mode
         self.skip = skip
-        self.replica = state_zero()
+        self.replica = initial_replica()
         self.losses: list[float] = []
         self.term = 1
         lock_directory(path).release()
@@ -208,7 +209,7 @@ class WrittenRun:
         )
         self.record_files()
         self.checkpoint()
-        self.view("started", "a", "b")
+        self.record_view("started", "a", "b")
         self.log = self.open_log()
 
     def record_files(self) -> None:
@@ -224,7 +225,7 @@ class WrittenRun:
             next_step=self.replica.step, mode=self.mode,
         )  # fmt: skip
 
-    def view(self, change: Any, *names: str, worker: str | None = None) -> None:
+    def record_view(self, change: Any, *names: str, worker: str | None = None) -> None:
         members = tuple(
             MemberInfo(name=name, backend="cpu", device="cpu", signature="5" * 12) for name in names
         )
@@ -236,7 +237,7 @@ class WrittenRun:
         )  # fmt: skip
 
     def step(self, *, journal: bool = True) -> None:
-        """Commit or skip the next step."""
+        """Commit or skip the next step; without `journal`, as if a crash lost its journal lines."""
         step, is_skipped = self.replica.step, self.replica.step in self.skip
         updates = self.replica.optimizer_step + (not is_skipped)
         state_before = self.replica.state_digest()
@@ -244,9 +245,9 @@ class WrittenRun:
             step, updates, term=self.term, skip=is_skipped, state_before=state_before
         )
         if journal:
-            self.plan(step)
+            self.record_plan(step)
         if not is_skipped:
-            append_step(self.log, step, term=self.term)
+            append_averages(self.log, step, term=self.term)
         self.log.commit(record)
         if journal:
             self.journal.append(Committed.of(record))
@@ -254,12 +255,18 @@ class WrittenRun:
         self.losses.append(record.commit.loss)
         apply_logged_step(self.replica, record, averages(step))
 
-    def plan(self, step: int) -> None:
-        count = 2 if step % 3 < 2 else 1
-        subtrees = {"a": ((0, 1),), "b": ((1, 2),)} if count == 2 else {"a": ((0, 1),)}
+    def record_plan(self, step: int) -> None:
+        """Append the plan of a step: 10 samples an epoch are two whole batches and one half."""
+        microbatches = 2 if step % 3 < 2 else 1
+        subtrees = {"a": ((0, 1),), "b": ((1, 2),)} if microbatches == 2 else {"a": ((0, 1),)}
         self.journal.append(
             Planned(
-                term=self.term, step=step, attempt=0, view=1, microbatches=count, nodes=subtrees
+                term=self.term,
+                step=step,
+                attempt=0,
+                view=1,
+                microbatches=microbatches,
+                nodes=subtrees,
             )
         )
 
@@ -281,7 +288,7 @@ class WrittenRun:
         self.journal.sync()
 
     def crash_and_resume(self) -> Recovery:
-        """Lose all state in memory, and continue from the files on disk."""
+        """Drop all state in memory, and continue from the files on disk."""
         self.log.close()
         self.journal.close()
         lock = lock_directory(self.directory.path)
@@ -299,7 +306,7 @@ class WrittenRun:
             )
         )  # fmt: skip
         self.record_files()
-        self.view("started", "a", "b")
+        self.record_view("started", "a", "b")
         self.log = self.open_log()
         return recovery
 

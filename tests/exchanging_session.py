@@ -15,9 +15,9 @@ from worker.peers.gradient_exchange import GradientExchange
 
 
 class ExchangingSession(WorkerSession):
-    """A session that passes actions to its own exchange and receives the exchange's averages.
+    """A session that passes actions to an exchange and receives the exchange's averages.
 
-    It returns the messages that the exchange sends to the coordinator as actions.
+    What the exchange sends to the coordinator is among the actions that a call returns.
     """
 
     _exchange: GradientExchange
@@ -29,32 +29,32 @@ class ExchangingSession(WorkerSession):
         return self._pass_to_exchange(super().result(event))
 
     def _pass_to_exchange(self, actions: Sequence[act.Action]) -> list[act.Action]:
-        actions_done: list[act.Action] = []
+        remaining_actions: list[act.Action] = []
         for action in actions:
             match action:
                 case act.ForwardToExchange(message) if isinstance(message, ListenForPeers | Peers):
-                    actions_done.append(action)
+                    remaining_actions.append(action)
                 case act.ForwardToExchange(message, body):
                     exchange_actions = self._exchange.receive_from_coordinator(message, body)
-                    actions_done += self._take_from_exchange(exchange_actions)
+                    remaining_actions += self._take_from_exchange(exchange_actions)
                 case act.Contribute(subtree, block, weight, values):
                     sums = self._exchange.contribute(subtree, block, weight, values)
-                    actions_done += self._take_from_exchange(sums)
+                    remaining_actions += self._take_from_exchange(sums)
                 case act.AbandonAttempt():
                     self._exchange.drop()
                 case act.Expect(blocks, exchange):
                     self._exchange = GradientExchange(self.name, blocks, exchange)
-                    actions_done.append(action)
+                    remaining_actions.append(action)
                 case _:
-                    actions_done.append(action)
-        return actions_done
+                    remaining_actions.append(action)
+        return remaining_actions
 
     def _take_from_exchange(self, actions: Sequence[ExchangeAction]) -> list[act.Action]:
-        actions_done: list[act.Action] = []
+        remaining_actions: list[act.Action] = []
         for action in actions:
             match action:
                 case act.Transmit():
-                    actions_done.append(action)
+                    remaining_actions.append(action)
                 case events.AveragesReady() as ready:
-                    actions_done += self.result(ready)
-        return actions_done
+                    remaining_actions += self.result(ready)
+        return remaining_actions

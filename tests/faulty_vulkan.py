@@ -35,18 +35,18 @@ class FaultyVulkan:
             "RUST_BACKTRACE": "0",
         }
 
-    def lose(self) -> Self:
+    def lose_device(self) -> Self:
         """Make every later submission and wait fail: the device is lost."""
         self._lost.touch()
         return self
 
-    def fill(self) -> Self:
+    def fill_memory(self) -> Self:
         """Make every later allocation fail."""
         self._full.touch()
         return self
 
 
-def compiled_layer(directory: Path) -> Path:
+def compile_layer(directory: Path) -> Path:
     """Compile the layer and return the folder for VK_LAYER_PATH; skip the test without a C
     compiler."""
     compiler = shutil.which("cc")

@@ -14,8 +14,8 @@ from protocol.spec.files.run_spec_file import load_run_spec
 from worker.tasks.registry import build
 
 
-def finished_run(spec_file: Path, directory: Path, run_id: str) -> Path:
-    """Write run, manifest, adapter, card and result of this run spec.
+def write_finished_run(spec_file: Path, directory: Path, run_id: str) -> Path:
+    """Write run, manifest, adapter, model card and result of a run with this run spec.
 
     Returns:
         The run's directory.
@@ -25,19 +25,19 @@ def finished_run(spec_file: Path, directory: Path, run_id: str) -> Path:
     run_directory = RunDirectory(directory)
     run_directory.begin(run_id, spec)
     run_directory.write_manifest(task.manifest)
-    plan = task.manifest.export
-    adapter = run_directory.path / plan.directory
+    export = task.manifest.export
+    adapter = run_directory.path / export.directory
     adapter.mkdir()
     rng = np.random.default_rng(0)
     tensors = {
-        plan.names[tensor.name]: (
+        export.names[tensor.name]: (
             values[elements] + 0.05 * rng.standard_normal(tensor.elements, np.float32)
         ).reshape(tensor.shape)
         for block, values in zip(task.manifest.blocks, task.initial_parameters(), strict=True)
         for tensor, elements in block.slices()
     }
-    safetensors.numpy.save_file(tensors, adapter / plan.weights_file, {"format": "pt"})
-    for name, text in plan.files.items():
+    safetensors.numpy.save_file(tensors, adapter / export.weights_file, {"format": "pt"})
+    for name, text in export.files.items():
         (adapter / name).write_text(text)
     result = {
         "run_id": run_id, "outcome": "finished", "steps": 4, "weights_digest": "ab" * 32,

@@ -46,7 +46,7 @@ PRELOADED = (
     "worker.tasks.small.regress",
 )  # fmt: skip
 """None of these imports may start a thread, or read variables of one process's environment."""
-PRELOADED_IF_THERE = (
+PRELOADED_IF_INSTALLED = (
     "sklearn.datasets", "transformers.models.auto", "transformers.models.bert.modeling_bert",
     "transformers.models.llama.modeling_llama", "peft", "peft.utils.transformers_weight_conversion",
     "worker.tasks.labels.classify", "worker.tasks.language.causal_lm",
@@ -54,26 +54,26 @@ PRELOADED_IF_THERE = (
     "worker.tasks.language.teacher_logits", "worker.tasks.small.digits", "pyarrow.parquet",
     "coordinator.capture.captured_files",
 )  # fmt: skip
-"""The same for extras that may not be installed."""
+"""Further imports, which need extras of samestep; the same holds for them."""
 
 REQUEST_BYTES = 1 << 20
 _MOST_FILES = 64
-_FREE_NUMBERS = 500
-"""Inherited files get lower numbers than this."""
-_NEW_NETWORK = 0x40000000
-"""CLONE_NEWNET of sched.h."""
+_FIRST_TEMPORARY_FD = 500
+"""Lowest descriptor of temporary copies; inherited files have lower ones in the caller."""
+_CLONE_NEWNET = 0x40000000
+"""Constant of sched.h: a network namespace."""
 
 
 class Server:
-    """Forks at every request, and reports how each child ended. It imports at the first request."""
+    """Fork at every request, and report how each child ended; the first request imports."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._selector = selectors.DefaultSelector()
         self._connections: dict[int, socket.socket] = {}
         self._children: dict[int, tuple[int, int]] = {}
         self._callers: dict[int, int] = {}
-        """Process numbers of children to kill when their caller ends, by the pipe that then
-        breaks."""
+        """Children to kill when their caller ends: process number by status descriptor, whose pipe
+        then breaks."""
         self._listener = listener
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(sys.stdin, selectors.EVENT_READ)
@@ -81,7 +81,7 @@ class Server:
     def serve(self) -> dict[str, Any] | None:
         """Return, in a child, the command to run; in the server, None at the end."""
         while True:
-            # Ended children last: closing their files frees numbers that other events may name.
+            # Ended children last: closing their files frees descriptors that other events refer to.
             events = sorted(
                 self._selector.select(), key=lambda event: event[0].fd in self._children
             )
@@ -101,8 +101,8 @@ class Server:
                     return request
 
     def _answer(self, connection: socket.socket) -> dict[str, Any] | None:
-        """Return, in a child, the command to run."""
-        text, files = _request(connection)
+        """Fork for one request; return, in the child, the command to run."""
+        text, files = _read_request(connection)
         if not text:
             self._selector.unregister(connection)
             del self._connections[connection.fileno()]
@@ -112,7 +112,7 @@ class Server:
         request: dict[str, Any] = json.loads(text)
         inherited = dict(zip(request.get("inherited", ()), files[4:], strict=True))
         _import_all(with_tests=request["code"] is not None)
-        # Before the answer: the network may end with its thread.
+        # Before the answer: a namespace that is a thread's may end with that thread.
         networks = [os.open(path, os.O_RDONLY) for path in request["networks"]]
         pid = os.fork()
         if pid == 0:
@@ -122,7 +122,7 @@ class Server:
                 os.dup2(source, target)
                 os.close(source)
             _enter(networks)
-            _restore_numbers(inherited)
+            _restore_descriptors(inherited)
             if request["session"]:
                 os.setsid()
             return request
@@ -130,7 +130,9 @@ class Server:
             os.close(fd)
         if request.get("ends_with_caller"):
             self._callers[status_fd] = pid
-            self._selector.register(status_fd, selectors.EVENT_READ)  # it can only break
+            self._selector.register(
+                status_fd, selectors.EVENT_READ
+            )  # readable once the pipe breaks
         pidfd = os.pidfd_open(pid)
         self._children[pidfd] = (pid, status_fd)
         self._selector.register(pidfd, selectors.EVENT_READ)
@@ -157,7 +159,7 @@ class Server:
             connection.close()
 
 
-def _request(connection: socket.socket) -> tuple[bytes, array.array[int]]:
+def _read_request(connection: socket.socket) -> tuple[bytes, array.array[int]]:
     text, ancillary, _, _ = connection.recvmsg(REQUEST_BYTES, socket.CMSG_LEN(4 * _MOST_FILES))
     files = array.array("i")
     for _, _, data in ancillary:
@@ -165,11 +167,11 @@ def _request(connection: socket.socket) -> tuple[bytes, array.array[int]]:
     return text, files
 
 
-def _restore_numbers(inherited: dict[int, int]) -> None:
+def _restore_descriptors(inherited: dict[int, int]) -> None:
     """Give inherited files the descriptors that they have in the caller."""
     moved_files = {}
     for target, source in inherited.items():
-        moved_files[target] = fcntl.fcntl(source, fcntl.F_DUPFD, _FREE_NUMBERS)
+        moved_files[target] = fcntl.fcntl(source, fcntl.F_DUPFD, _FIRST_TEMPORARY_FD)
         os.close(source)
     for target, source in moved_files.items():
         os.dup2(source, target)
@@ -180,17 +182,17 @@ def _fork_subprocesses() -> None:
     """Make the product fork the commands that it starts from this server, too."""
     command_line = importlib.import_module("protocol.cli.command_line")
     command_of = command_line.command_of
-    forked = [sys.executable, "-SE", str(Path(__file__).with_name("forked_command.py"))]
+    fork_command = [sys.executable, "-SE", str(Path(__file__).with_name("forked_command.py"))]
     for module in [*sys.modules.values()]:
         names = getattr(module, "__dict__", {})
         if names.get("command_of") is command_of:
-            names["command_of"] = lambda package: [*forked, package]
+            names["command_of"] = lambda package: [*fork_command, package]
 
 
 def _enter(networks: list[int]) -> None:
     """Enter the network namespace, if the list has one."""
     for network in networks:
-        if ctypes.CDLL(None, use_errno=True).setns(network, _NEW_NETWORK):
+        if ctypes.CDLL(None, use_errno=True).setns(network, _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "setns")
         os.close(network)
 
@@ -202,7 +204,7 @@ def _import_all(*, with_tests: bool) -> None:
         _import_tests(sys.argv[2:])
     for name in PRELOADED:
         importlib.import_module(name)
-    for name in PRELOADED_IF_THERE:
+    for name in PRELOADED_IF_INSTALLED:
         try:
             importlib.import_module(name)
         except ImportError:

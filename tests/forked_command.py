@@ -1,9 +1,9 @@
 """`python -SE forked_command.py MODULE ARGUMENTS...`: `python -P -m MODULE`, forked.
 
 If the fork server started the product, the product starts this script in place of its workers,
-device processes and coordinators. The script asks the fork server to fork the module and represents
-the fork: it forwards signals to the fork and exits with the fork's status; when it is killed, so is
-the fork. Processes that the fork starts are not children of this process.
+device processes and coordinators. The script asks the fork server to fork the module, and stands in
+for the fork: it forwards signals to the fork and exits with the fork's status; if it is killed, the
+fork is killed too. Processes that the fork starts are not children of this process.
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ _FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUS
 
 def inherited_files() -> list[int]:
     """Return the descriptors of all open files except the standard ones."""
-    numbers = [
-        int(path.name) for path in _OPEN_FILES.iterdir()
-    ]  # includes that of the folder itself
-    return sorted(fd for fd in numbers if fd > 2 and (_OPEN_FILES / str(fd)).exists())
+    descriptors = [int(path.name) for path in _OPEN_FILES.iterdir()]
+    # Without the descriptor that listed the folder: it is closed by now.
+    return sorted(fd for fd in descriptors if fd > 2 and (_OPEN_FILES / str(fd)).exists())
 
 
-def other_network(server: socket.socket) -> list[str]:
-    """Return this process's network namespace if the server is in another one."""
+def different_network(server: socket.socket) -> list[str]:
+    """Return the file of this process's network namespace, in a list that is empty if the server
+    has the same namespace."""
     pid, _, _ = struct.unpack("3i", server.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    own, other = (Path(f"/proc/{each}/ns/net") for each in (os.getpid(), pid))
-    return [] if own.stat().st_ino == other.stat().st_ino else [str(own)]
+    own_namespace, server_namespace = (
+        Path(f"/proc/{process}/ns/net") for process in (os.getpid(), pid)
+    )
+    is_shared = own_namespace.stat().st_ino == server_namespace.stat().st_ino
+    return [] if is_shared else [str(own_namespace)]
 
 
 def request_fork(module: str, arguments: list[str]) -> tuple[int, int]:
@@ -48,15 +51,15 @@ def request_fork(module: str, arguments: list[str]) -> tuple[int, int]:
     status_fd, status_writer = os.pipe()
     request = {
         "code": None, "module": module, "arguments": arguments, "environment": dict(os.environ),
-        "cwd": str(Path.cwd()), "networks": other_network(server),
+        "cwd": str(Path.cwd()), "networks": different_network(server),
         "session": os.getsid(0) == os.getpid(), "inherited": inherited, "ends_with_caller": True,
     }  # fmt: skip
     files = array.array("i", [0, 1, 2, status_writer, *inherited])
     server.sendmsg([json.dumps(request).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
     pid = int(server.recv(16))
     server.close()
-    for number in (status_writer, *inherited):
-        os.close(number)
+    for fd in (status_writer, *inherited):
+        os.close(fd)
     return pid, status_fd
 
 
@@ -72,7 +75,7 @@ def main() -> None:
     for number in early_signals:
         os.kill(pid, number)
     code = int(os.read(status_fd, 16) or 1)
-    if code < 0:
+    if code < 0:  # a signal ended the fork: end by the same one
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)

@@ -15,7 +15,7 @@ from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import RunSpec
 from worker.models.blocks import cut_into_blocks
 
-WIDTH = 8
+SAMPLES, WIDTH = 28, 8
 
 
 class _Layer(nn.Module):
@@ -47,15 +47,17 @@ class FrozenBase:
     """See `worker.tasks.base.task.Task`."""
 
     def __init__(self, spec: RunSpec) -> None:
-        self._x = draws.symmetric(1, 28 * WIDTH, 1.0).reshape(28, WIDTH)
+        self._x = draws.symmetric(1, SAMPLES * WIDTH, 1.0).reshape(SAMPLES, WIDTH)
         module = _Model()
-        self.manifest = Manifest(blocks=cut_into_blocks(module), train_samples=28)
+        self.manifest = Manifest(blocks=cut_into_blocks(module), train_samples=SAMPLES)
         self.trainable = Trainable(
             blocks=self.manifest.blocks, module=module, loss=_loss, seed=spec.seed
         )
         parameters = dict(module.named_parameters())
         self._initial = [
-            np.concatenate([parameters[t.name].detach().numpy().ravel() for t in block.tensors])
+            np.concatenate(
+                [parameters[tensor.name].detach().numpy().ravel() for tensor in block.tensors]
+            )
             for block in self.manifest.blocks
         ]
 

@@ -36,7 +36,7 @@ from protocol.wire.messages import (
     StepPlan,
     Welcome,
 )
-from tests.live_service import PATIENCE_S, Scripted
+from tests.live_service import PATIENCE_S, ScriptedFactory
 from worker.logic import actions as act
 from worker.logic.events import Built, Event
 from worker.shell.engine import Engine
@@ -86,21 +86,23 @@ class HostileWorker:
 
     async def __aexit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.vanish()
+        self.abort()
 
-    def vanish(self) -> None:
-        """Close without a goodbye."""
+    def abort(self) -> None:
+        """Reset the connection, without a goodbye."""
         self._writer.transport.abort()
 
     def send(self, message: Message, body: Any = None) -> None:
         """Write a frame, legal or not."""
         encoded = encode(message, body)
         if isinstance(message, Hello | Proof):
-            with contextlib.suppress(LocalProtocolError):  # the reader follows legal frames
+            with contextlib.suppress(
+                LocalProtocolError
+            ):  # reading depends on the handshake's state
                 self._connection.send(encoded)
         for buffer in encoded.buffers:
             self._writer.write(bytes(buffer))
@@ -119,27 +121,27 @@ class HostileWorker:
                 return None
         return self._received.popleft()
 
-    async def until(self, kind: type[M]) -> M:
-        """Return the next message of a kind; upload state on the way if it is requested."""
+    async def wait_for_message(self, message_type: type[M]) -> M:
+        """Return the next message of this type; skip others, but upload state if requested."""
         while (received := await self.receive()) is not None:
             message = received.message
-            if isinstance(message, kind):
+            if isinstance(message, message_type):
                 return message
             if isinstance(message, StateRequest):
                 self._upload()
             assert not isinstance(message, Goodbye), message
-        raise AssertionError(f"the connection ended before {kind.__name__}")
+        raise AssertionError(f"the connection ended before {message_type.__name__}")
 
-    async def farewell(self) -> Goodbye | None:
-        """Return the coordinator's last message before it closed; None without a goodbye."""
-        last = None
+    async def wait_for_goodbye(self) -> Goodbye | None:
+        """Read until the connection ends; return the goodbye if that was the last message."""
+        last_message = None
         while (received := await self.receive()) is not None:
-            last = received.message
-        return last if isinstance(last, Goodbye) else None
+            last_message = received.message
+        return last_message if isinstance(last_message, Goodbye) else None
 
     # Behavior of an honest worker.
 
-    def greet(self, **changes: Any) -> None:
+    def send_hello(self, **changes: Any) -> None:
         hello = {
             "release": __version__, "name": self.name, "instance": "f" * 32, "backend": "x",
             "duty": "train", "nonce": new_nonce(), "enrolled": False,
@@ -149,12 +151,12 @@ class HostileWorker:
 
     async def join(self, **changes: Any) -> Welcome:
         """Complete the handshake."""
-        self.greet(**changes)
+        self.send_hello(**changes)
         token = CoordinatorCredentials.open().join_token()
-        challenge = await self.until(Challenge)
+        challenge = await self.wait_for_message(Challenge)
         fingerprint = on_this_machine(token.fingerprint) if self._is_local else token.fingerprint
         self.send(answer(self.hello, challenge, fingerprint, token.secret))
-        welcome = await self.until(Welcome)
+        welcome = await self.wait_for_message(Welcome)
         self.name, self.term = welcome.worker, welcome.term
         return welcome
 
@@ -168,11 +170,11 @@ class HostileWorker:
         raise AssertionError("the connection ended before StartRun")
 
     async def plan(self) -> StepPlan:
-        """Join, get ready, and wait for work."""
+        """Join, build the task, and wait for the first plan."""
         await self.join()
         built = await self.prepare()
         self.send(self.ready(built), built.manifest.to_bytes())
-        return await self.until(StepPlan)
+        return await self.wait_for_message(StepPlan)
 
     def ready(self, built: Built, **changes: Any) -> Ready:
         fields = {
@@ -190,13 +192,13 @@ class HostileWorker:
         def emit(event: Event) -> None:
             loop.call_soon_threadsafe(built.set_result, event)
 
-        device = Engine(Scripted(), emit)
-        device.do(act.Build(self.run_id, spec, keep_state=False))
+        engine = Engine(ScriptedFactory(), emit)
+        engine.do(act.Build(self.run_id, spec, keep_state=False))
         event = await built
-        await loop.run_in_executor(None, device.close)
+        await loop.run_in_executor(None, engine.close)
         assert isinstance(event, Built)
         self._connection.blocks = event.manifest.blocks
-        self.parameters = Scripted().task(spec).initial_parameters()
+        self.parameters = ScriptedFactory().task(spec).initial_parameters()
         return event
 
     def _upload(self) -> None:

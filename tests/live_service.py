@@ -44,7 +44,7 @@ def scripted_spec(**changes: object) -> RunSpec:
     )
 
 
-class Scripted:
+class ScriptedFactory:
     """The backend factory of a worker with a scripted device."""
 
     def __init__(self, microbatch_ms: float = 0.0) -> None:
@@ -77,23 +77,27 @@ class LiveService:
         self.events.append({"event": event.name, **document(event, run_id)})
         self.changed.set()
 
-    def worker(
+    def start_worker(
         self,
         name: str,
-        kind: type[Client] = Client,
+        client_type: type[Client] = Client,
         backend_factory: BackendFactory | None = None,
         cache: Path | None = None,
     ) -> Client:
-        """Start the product's worker, or one derived from it."""
+        """Start the product's worker, or a class derived from it."""
         target = Target("127.0.0.1", self.port, name, "scripted", RETRY_FOR_S)
-        client = kind(
-            target, backend_factory or Scripted(), WorkerCredentials(), lambda _: None, cache=cache
+        client = client_type(
+            target,
+            backend_factory or ScriptedFactory(),
+            WorkerCredentials(),
+            lambda _: None,
+            cache=cache,
         )
         self.workers[name] = asyncio.create_task(client.serve())
         self.clients.append(client)
         return client
 
-    def first(self, event: str, **fields: object) -> dict[str, Any] | None:
+    def find_event(self, event: str, **fields: object) -> dict[str, Any] | None:
         for candidate in self.events:
             if candidate["event"] == event and fields.items() <= candidate.items():
                 return candidate
@@ -103,10 +107,10 @@ class LiveService:
         return [document for document in self.events if document["event"] == event]
 
     async def wait_for(self, event: str, **fields: object) -> dict[str, Any]:
-        """Return the first event of this name with these fields, past or future."""
+        """Return the first event of this name with these fields; wait if there is none yet."""
         try:
             async with asyncio.timeout(PATIENCE_S):
-                while (event_fields := self.first(event, **fields)) is None:
+                while (event_fields := self.find_event(event, **fields)) is None:
                     self.changed.clear()
                     await self.changed.wait()
         except TimeoutError:
@@ -114,7 +118,7 @@ class LiveService:
         return event_fields
 
     async def result(self, run_id: str) -> dict[str, Any]:
-        """Wait for a run to finish."""
+        """Wait for a run to finish; return its result."""
         run_end = await self.wait_for("run_ended", run_id=run_id)
         assert run_end["outcome"] == "finished", run_end
         assert self.service.finished is not None
@@ -131,13 +135,13 @@ async def live_service(directory: Path, expect_workers: int) -> AsyncIterator[Li
     finally:
         await live.service.stop()
         for client in live.clients:
-            client.drain()  # or it would search for another coordinator
+            client.drain()  # otherwise it searches for another coordinator
         async with asyncio.timeout(PATIENCE_S):
             await asyncio.gather(*live.workers.values(), return_exceptions=True)
 
 
-async def undisturbed(directory: Path, spec: RunSpec) -> dict[str, Any]:
-    """Return the result of an undisturbed run with one worker."""
+async def run_undisturbed(directory: Path, spec: RunSpec) -> dict[str, Any]:
+    """Run with one worker and no fault; return the result."""
     async with live_service(directory, 1) as live:
-        live.worker("w0")
+        live.start_worker("w0")
         return await live.result(live.service.submit(spec))

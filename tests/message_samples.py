@@ -1,4 +1,4 @@
-"""Messages for tests: a small example of every kind, and strategies for all valid ones."""
+"""Messages for tests: a small example of every type, and strategies for all valid messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BLOCKS = (
         kind="block",
         tensors=(TensorSpec(name="large", shape=(4 * limits.CHUNK_ELEMENTS + 5,)),),
     ),
-    Block(name="nothing", kind="non_block", tensors=(TensorSpec(name="n", shape=(0, 7)),)),
+    Block(name="empty", kind="non_block", tensors=(TensorSpec(name="n", shape=(0, 7)),)),
 )
 
 DIGEST = "0123456789abcdef" * 4
@@ -123,7 +123,7 @@ def body_for(message: Message) -> Any:
     if message.body == "document":
         return b'{"a": 1}'
     if message.body == "bytes":
-        return b"\x00\xffof a file"
+        return b"\x00\xffpart of a file"
     block, chunk = message.block, message.chunk  # type: ignore[attr-defined]
     chunk_slice = BLOCKS[block].chunk_slice(chunk)
     if isinstance(message, messages.StateChunk):
@@ -148,7 +148,7 @@ _printable = st.characters(exclude_categories=("Cc", "Cf", "Cs", "Zl", "Zp"))
 _short_text = st.text(_printable, max_size=64)
 _text = st.text(_printable, max_size=400)
 _digest = st.text("0123456789abcdef", min_size=64, max_size=64)
-# Drawn as bits, so every NaN can occur.
+# Drawn as bits, so that every NaN can occur.
 _any_float = st.integers(0, 2**64 - 1).map(
     lambda bits: struct.unpack("<d", struct.pack("<Q", bits))[0]
 )
@@ -300,18 +300,24 @@ _FIELDS: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
     messages.LinkTraffic: {"run_id": _short_text},
 }  # fmt: skip
 
-STRATEGIES = {kind: st.builds(kind, **fields) for kind, fields in _FIELDS.items()}
+STRATEGIES = {
+    message_type: st.builds(message_type, **fields) for message_type, fields in _FIELDS.items()
+}
 
 
-def messages_of(kinds: frozenset[type[Message]]) -> st.SearchStrategy[Message]:
-    """Draw messages of these kinds; chunk indices refer to small chunks of `BLOCKS`."""
+def messages_of(message_types: frozenset[type[Message]]) -> st.SearchStrategy[Message]:
+    """Draw messages of these types; chunk indices refer to small chunks of `BLOCKS`."""
 
-    def message_of_kind(kind: type[Message]) -> st.SearchStrategy[Message]:
-        if kind.body != "values":
-            return STRATEGIES[kind].filter(lambda m: len(m.to_header()) <= limits.HEADER_BYTES)
+    def messages_of_type(message_type: type[Message]) -> st.SearchStrategy[Message]:
+        if message_type.body != "values":
+            return STRATEGIES[message_type].filter(
+                lambda m: len(m.to_header()) <= limits.HEADER_BYTES
+            )
         non_block = (messages.NonBlockGradientPayload, messages.AveragedNonBlockGradient)
-        blocks = [(0, 0), (3, 0)] if kind in non_block else [(1, 0), (2, BLOCKS[2].chunks - 1)]
-        return st.builds(with_chunk, STRATEGIES[kind], st.sampled_from(blocks))
+        chunk_ids = (
+            [(0, 0), (3, 0)] if message_type in non_block else [(1, 0), (2, BLOCKS[2].chunks - 1)]
+        )
+        return st.builds(with_chunk, STRATEGIES[message_type], st.sampled_from(chunk_ids))
 
     def with_chunk(message: Message, chunk_id: tuple[int, int]) -> Message:
         block, chunk = chunk_id
@@ -319,4 +325,5 @@ def messages_of(kinds: frozenset[type[Message]]) -> st.SearchStrategy[Message]:
             chunk = 0
         return message.model_copy(update={"block": block, "chunk": chunk})
 
-    return st.sampled_from(sorted(kinds, key=lambda kind: kind.tag)).flatmap(message_of_kind)
+    ordered_types = sorted(message_types, key=lambda message_type: message_type.tag)
+    return st.sampled_from(ordered_types).flatmap(messages_of_type)

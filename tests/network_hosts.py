@@ -20,8 +20,8 @@ import pytest
 from tests.processes import Process, start
 
 T = TypeVar("T")
-_NEW_NETWORK = 0x40000000
-"""CLONE_NEWNET of sched.h."""
+_CLONE_NEWNET = 0x40000000
+"""Constant of sched.h: a network namespace."""
 
 
 class Network:
@@ -49,7 +49,7 @@ class Network:
         port = f"port{self._numbers[host]}"
         _ip("-n", self._name("hub"), "link", "set", port, "master", "bridge")
 
-    def drop_large(self, host: str, mtu: int) -> None:
+    def drop_large_packets(self, host: str, mtu: int) -> None:
         """Silently drop packets above `mtu` bytes on the host's link, in both directions, from now
         on."""
         port = f"port{self._numbers[host]}"
@@ -69,7 +69,7 @@ class Network:
 
         def enter() -> None:
             with self.namespace(host).open() as namespace:
-                if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _NEW_NETWORK):
+                if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
                     raise OSError(ctypes.get_errno(), "setns")
 
         with ThreadPoolExecutor(1, initializer=enter) as thread:

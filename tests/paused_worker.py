@@ -1,9 +1,9 @@
 """A worker that pauses between two steps: `python -m tests.paused_worker STEPS PORT ARGUMENTS...`.
 
 After STEPS steps or more, its engine connects to PORT on loopback and continues when that
-connection closes. It has then been assigned subtrees of the next step and has computed none. It
-still sends heartbeats and its answer to the last step. With `4,8` it pauses twice. With `4g` it
-pauses between the embeddings and the gradients of step 4 or a later one. Everything else is the
+connection closes. During the pause, it has computed no subtree of the next step; the worker still
+sends heartbeats and its answer to the last step. With `4,8` it pauses twice. With `4g` it pauses
+between the embeddings and the gradients of step 4 or a later one. Everything else is the
 product's worker.
 """
 

@@ -1,4 +1,4 @@
-"""`python SCRIPT ARGUMENTS...` as a process of the fork server, which has imported torch."""
+"""Run `python SCRIPT ARGUMENTS...` in a process of the fork server, which has imported torch."""
 
 from __future__ import annotations
 

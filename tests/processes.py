@@ -28,10 +28,11 @@ PATIENCE_S = 400.0
 """Limit for any wait: only a failing test waits this long."""
 
 
-_READ_LATE = {
+_READ_AT_USE = {
     "ATEN_CPU_CAPABILITY", "CACHE_DIRECTORY", "CUDA_VISIBLE_DEVICES", "HF_HOME", "HOME",
     "MASTER_ADDR", "MASTER_PORT", "RUST_BACKTRACE",
 }  # fmt: skip
+"""Environment variables that libraries read at use, not on import."""
 started = {"forked": 0, "fresh": 0}
 """Number of processes that `start` has started, by method; conftest limits them for each test."""
 
@@ -86,11 +87,11 @@ def start(
             files.enter_context(path.open("a")) if path is not None else None
             for path in (stdout, stderr)
         )
-        if fresh or not all(map(_read_late, environment or {})):
+        if fresh or not all(map(_is_read_at_use, environment or {})):
             started["fresh"] += 1
-            enter = [] if network is None else ["nsenter", f"--net={network}"]
+            enter_network = [] if network is None else ["nsenter", f"--net={network}"]
             return subprocess.Popen(
-                [*enter, sys.executable, "-m", module, *arguments],
+                [*enter_network, sys.executable, "-m", module, *arguments],
                 cwd=cwd,
                 env=full_environment,
                 stdin=subprocess.DEVNULL,
@@ -114,8 +115,10 @@ def start(
 def forked_popen(
     command: Sequence[str], *, env: Mapping[str, str], start_new_session: bool, **pipes: object
 ) -> Process:
-    """Replace `subprocess.Popen` for commands of `command_of`, with pipes for all three standard
-    files."""
+    """Start a command as `subprocess.Popen` does, forked, with pipes for all three standard files.
+
+    The command must be one that `command_of` returns, with arguments.
+    """
     assert command[:3] == [sys.executable, "-P", "-m"], command
     assert pipes == {
         **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE), "text": True,
@@ -134,7 +137,7 @@ def run_to_end(
     environment: Mapping[str, str] | None = None,
     cwd: Path = ROOT,
 ) -> subprocess.CompletedProcess[str]:
-    """Run one of the two commands as a process to its end."""
+    """Run one of the two commands as a process, and wait until it ends."""
     process = start(module, *arguments, environment=environment, cwd=cwd)
     try:
         out, err = process.communicate(timeout=PATIENCE_S)
@@ -144,23 +147,24 @@ def run_to_end(
     return subprocess.CompletedProcess([module, *arguments], process.wait(), out, err)
 
 
-def _read_late(name: str) -> bool:
+def _is_read_at_use(name: str) -> bool:
     """Return whether this variable is read at use instead of by the fork server's imports.
 
     Variables of Vulkan are read once per process, by the first request for a device.
     """
-    return name in _READ_LATE or name.startswith(("FAULTY_VULKAN_", "SAMESTEP_", "VK_", "XDG_"))
+    return name in _READ_AT_USE or name.startswith(("FAULTY_VULKAN_", "SAMESTEP_", "VK_", "XDG_"))
 
 
 def _network_of_this_thread() -> Path | None:
     """Return the calling thread's network namespace; None if it is that of the process."""
-    of_thread, of_process = (
+    thread_namespace, process_namespace = (
         Path("/proc", name).resolve() / "ns/net" for name in ("thread-self", "self")
     )
-    return of_thread if of_thread.stat().st_ino != of_process.stat().st_ino else None
+    is_shared = thread_namespace.stat().st_ino == process_namespace.stat().st_ino
+    return None if is_shared else thread_namespace
 
 
-class _Forked:
+class _ForkedProcess:
     """A child of the server; its exit status arrives through a pipe."""
 
     def __init__(
@@ -177,7 +181,7 @@ class _Forked:
         self.stdout: IO[str] | None = None if stdout_fd is None else os.fdopen(stdout_fd)
         self.stderr: IO[str] | None = None if stderr_fd is None else os.fdopen(stderr_fd)
         self._status_fd = status_fd
-        # Closed only with the object: several threads may wait for it.
+        # Closed only with this object: several threads may wait for the status.
         weakref.finalize(self, os.close, status_fd)
         self._lock = threading.Lock()
 
@@ -245,17 +249,17 @@ class _Server:
         stderr: IO[str] | None,
         *,
         with_input: bool = False,
-    ) -> _Forked:
+    ) -> _ForkedProcess:
         """Start a child for this request; its output and errors go to the files, or to pipes."""
         status_fd, child_status = os.pipe()
         null_fd = None if with_input else os.open(os.devnull, os.O_RDONLY)
         child_stdin, stdin_fd = os.pipe() if null_fd is None else (null_fd, None)
         stdout_fd, child_stdout = (None, os.dup(stdout.fileno())) if stdout else os.pipe()
         stderr_fd, child_stderr = (None, os.dup(stderr.fileno())) if stderr else os.pipe()
-        pid = self.begin(request, (child_stdin, child_stdout, child_stderr, child_status))
-        return _Forked(pid, stdin_fd, stdout_fd, stderr_fd, status_fd)
+        pid = self.fork(request, (child_stdin, child_stdout, child_stderr, child_status))
+        return _ForkedProcess(pid, stdin_fd, stdout_fd, stderr_fd, status_fd)
 
-    def begin(self, request: Mapping[str, Any], child_files: tuple[int, int, int, int]) -> int:
+    def fork(self, request: Mapping[str, Any], child_files: tuple[int, int, int, int]) -> int:
         """Start a child; return its process number.
 
         `child_files` are the child's standard files and the file that reports its exit status; they
@@ -277,8 +281,7 @@ def _server() -> _Server:
 
 
 def begin_fork_server(*tests: str) -> None:
-    """Start a fork server for this process and its children; it imports nothing before the first
-    request.
+    """Start a fork server for this process and its children; it imports at the first request.
 
     Args:
         tests: Paths whose tests will run in its processes.
@@ -309,7 +312,7 @@ def continue_as_server_child(code: str) -> int:
         "code": code, "module": "", "arguments": (), "environment": dict(os.environ),
         "cwd": str(Path.cwd()), "networks": [], "session": False,
     }  # fmt: skip
-    _server().begin(request, (os.dup(0), os.dup(1), os.dup(2), child_status))
+    _server().fork(request, (os.dup(0), os.dup(1), os.dup(2), child_status))
     for fd in range(3):
         os.close(fd)
     return int(os.read(status_fd, 16) or 1)

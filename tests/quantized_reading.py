@@ -1,7 +1,7 @@
 """Print the peak memory of reading and quantizing a model, in bytes.
 
-`python -m tests.quantized_reading DIRECTORY` measures in a fresh process: in a process with other
-tests, the state of the memory allocator depends on them.
+`python -m tests.quantized_reading DIRECTORY` measures in a fresh process, because the state of the
+memory allocator depends on earlier tests.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def read_quantized(source: Path) -> Any:
 
 
 def main(source: Path) -> None:
-    """Print the peak of reading and quantizing a model, in bytes."""
+    """Print the peak memory of reading and quantizing a model, in bytes."""
     vars(disk_weights)["_RELEASE_BATCH_BYTES"] = MIB
-    read_quantized(source)  # imports and allocations that happen once
+    read_quantized(source)  # not measured: imports, and allocations that happen once
     with measured_growth() as growth:
         model = read_quantized(source)
     assert not frozen_base(model)

@@ -13,7 +13,7 @@ NAME = "tests.reading_task:ReadingTask"
 
 
 class ReadingTask(Scripted):
-    """A task that reads one file, and refuses the content `bad`."""
+    """A task that reads one file, and rejects the content `bad`."""
 
     def __init__(self, spec: RunSpec) -> None:
         assert spec.data is not None

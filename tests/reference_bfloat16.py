@@ -7,7 +7,7 @@ import numpy as np
 from protocol.exact.reduction.average import Array
 
 
-def nearest(values: Array) -> Array:
+def round_to_bfloat16(values: Array) -> Array:
     """Return the nearest bfloat16 of each finite value, as float32, computed in float64."""
     inner = values.view(np.uint32) & np.uint32(0xFFFF0000)  # the neighbor towards zero
     # The neighbor away from zero; beyond the largest value these are the bits of infinity.

@@ -18,11 +18,11 @@ class Growth:
 
     Attributes:
         peak_bytes: Peak growth; known at the end.
-        kept_bytes: Growth that remains at the end; negative if memory was returned.
+        remaining_bytes: Growth that remains at the end; negative if memory was returned.
     """
 
     peak_bytes = 0
-    kept_bytes = 0
+    remaining_bytes = 0
 
 
 @contextlib.contextmanager
@@ -34,7 +34,7 @@ def measured_growth(process: int | Literal["self"] = "self") -> Iterator[Growth]
     (directory / "clear_refs").write_text(_RESET_PEAK)
     yield growth
     growth.peak_bytes = _resident(directory, "VmHWM") - start_bytes
-    growth.kept_bytes = _resident(directory, "VmRSS") - start_bytes
+    growth.remaining_bytes = _resident(directory, "VmRSS") - start_bytes
 
 
 def _resident(directory: Path, field: str) -> int:

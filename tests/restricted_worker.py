@@ -1,7 +1,7 @@
 """A worker without some features of Linux: `python -m tests.restricted_worker NAMES ARGUMENTS...`.
 
-NAMES are keys of `FEATURES`, separated by commas. Windows has none of these features, a Mac has no
-procfs and no fdatasync. Everything else is the product's worker, imported after they are hidden.
+NAMES are keys of `FEATURES`, separated by commas. Windows has none of these features; macOS lacks
+procfs and fdatasync. Everything else is the product's worker, imported after they are hidden.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _without_loop_signals() -> None:
     asyncio.SelectorEventLoop.add_signal_handler = refuse  # type: ignore[assignment]
 
 
-def _without_own_symbols() -> None:
+def _without_process_symbols() -> None:
     load = ctypes.CDLL
 
     def refuse(name: Any, *arguments: Any, **keywords: Any) -> ctypes.CDLL:
@@ -72,7 +72,7 @@ FEATURES: dict[str, Callable[[], None]] = {
     "fdatasync": _without_functions("fdatasync", "sync", "posix_fadvise", "posix_fallocate"),
     "users": _without_functions("fchown", "geteuid", "getuid", "getegid", "getgid"),
     "loop_signals": _without_loop_signals,
-    "own_symbols": _without_own_symbols,
+    "process_symbols": _without_process_symbols,
     "local_sockets": _without_local_sockets,
 }
 

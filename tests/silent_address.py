@@ -1,4 +1,4 @@
-"""Local addresses at which connections fail as they do on a network."""
+"""Local addresses and names at which connections fail as on a network."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from unittest import mock
 
 @contextlib.contextmanager
 def silent_address(host: str = "127.0.0.1") -> Iterator[tuple[str, int]]:
-    """Yield an address that answers no SYN, like one behind a dropping firewall: its accept queue
-    is full."""
+    """Yield an address that answers no SYN, as behind a firewall: its accept queue is full."""
     with contextlib.ExitStack() as sockets:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = sockets.enter_context(socket.socket(family))
         listener.bind((host, 0))
         listener.listen(0)
         address = listener.getsockname()[:2]
-        # The kernel accepts one more than the queue holds; further connections wait.
+        # The kernel accepts one connection more than the backlog; from then on it answers no SYN.
         for _ in range(4):
             queued = sockets.enter_context(socket.socket(family))
             queued.settimeout(0.05)

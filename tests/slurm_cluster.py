@@ -1,7 +1,7 @@
 """A Slurm cluster of three nodes on this machine: munged, slurmctld and three slurmd, no systemd.
 
-The daemons are Debian's, with their own directory and ports. Jobs of the partition `high` preempt
-jobs of `low`, which then have a minute to leave.
+The daemons are Debian's, with a temporary directory and free ports. Jobs of the partition `high`
+preempt jobs of `low`, which then have a minute to end.
 """
 
 from __future__ import annotations
@@ -110,7 +110,10 @@ class SlurmCluster:
             (directory / "spool" / name).mkdir(parents=True)
             self._spawn("slurmd", "-D", "-N", name)
         self.wait_until(
-            lambda: self.run("sinfo", "-h", "-N", "-t", "idle", check=False).count("idle") >= 6
+            lambda: (
+                self.run("sinfo", "-h", "-N", "-t", "idle", check=False).count("idle")
+                >= 2 * len(NODES)
+            )  # each node is in two partitions
         )
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""A small Llama with a chat tokenizer, conversations for it, and run specs for both."""
+"""A small Llama with a chat tokenizer, data for it, and run specs that train it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""The ChatML template, which many models are trained with; without generation markers."""
+"""The ChatML template, with which many models are trained; without generation markers."""
 
 CHATML_WITH_GENERATION = (
     "{%- for message in messages %}"
@@ -88,7 +88,7 @@ def write_jsonl(path: Path, rows: Sequence[object]) -> Path:
     return path
 
 
-def chat_run(directory: Path, **changes: Any) -> Path:
+def write_chat_run(directory: Path, **changes: Any) -> Path:
     """Write the spec of a LoRA run on the small chat model and 40 conversations."""
     save_chat_model(directory / "model")
     rows = [{"messages": conversation(number)} for number in range(40)]
@@ -117,7 +117,7 @@ def preference_pair(number: int) -> dict[str, object]:
     return {"prompt": messages[:-1], "chosen": messages[-1:], "rejected": [wrong_answer]}
 
 
-def dpo_run(directory: Path, **changes: Any) -> Path:
+def write_dpo_run(directory: Path, **changes: Any) -> Path:
     """Write the spec of a DPO run with LoRA on 40 preference pairs."""
     save_chat_model(directory / "model")
     data = write_jsonl(directory / "pairs.jsonl", [preference_pair(number) for number in range(40)])
@@ -138,7 +138,7 @@ def dpo_run(directory: Path, **changes: Any) -> Path:
     return path
 
 
-def packed_run(directory: Path) -> Path:
+def write_packed_run(directory: Path) -> Path:
     """Write the spec of a run that trains a small Llama from scratch on packed documents."""
     lines = [f"{n} and {m} is {n + m}." * (1 + n % 3) for n in range(40) for m in range(3)]
     data = {"train": str(write_jsonl(directory / "sums.jsonl", [{"text": line} for line in lines]))}

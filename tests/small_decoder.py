@@ -46,7 +46,7 @@ def document(number: int) -> str:
     return f"# {number}\n" + "".join(lines)
 
 
-def decoder_run(task: str, directory: Path, **changes: Any) -> Path:
+def write_decoder_run(task: str, directory: Path, **changes: Any) -> Path:
     """Write the spec of a LoRA run on the small Llama, with int8 base weights and an odd batch
     size.
 

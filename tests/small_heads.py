@@ -83,14 +83,14 @@ def bart(vocabulary: int = VOCABULARY) -> Any:
 
 
 def texts(vocabulary: int = VOCABULARY) -> Batch:
-    """Return 48 tokens, a fifth of which have no label."""
+    """Return two texts of 24 tokens, a fifth of which have no label."""
     ids = np.random.default_rng(1).integers(0, vocabulary, (2, 24))
     labels = np.where(ids % 5 == 0, -100, np.roll(ids, -1, axis=1))
     return Batch({"input_ids": ids, "labels": labels}, 2.0)
 
 
 def pairs() -> Batch:
-    """Return one chosen and one rejected answer."""
+    """Return a preference pair: one chosen and one rejected answer."""
     return Batch({name: array[None] for name, array in texts().arrays.items()}, 2.0)
 
 
@@ -103,7 +103,7 @@ def padded_texts(vocabulary: int = VOCABULARY) -> Batch:
 
 
 def texts_with_teacher(vocabulary: int = VOCABULARY) -> Batch:
-    """Return texts with the four most likely tokens of a teacher."""
+    """Return texts with a teacher's four most likely tokens at each position."""
     rng = np.random.default_rng(2)
     ids = rng.permuted(np.tile(np.arange(vocabulary - 6), (2, 24, 1)), axis=-1)[..., :4]
     teacher = rng.uniform(0.0, 0.25, (2, 24, 4)).astype(np.float32)
@@ -112,7 +112,7 @@ def texts_with_teacher(vocabulary: int = VOCABULARY) -> Batch:
     return Batch({**texts(vocabulary - 6).arrays, **teacher_arrays}, 2.0)
 
 
-def distillation(vocabulary: int = VOCABULARY) -> DistillationLoss:
+def distillation_loss(vocabulary: int = VOCABULARY) -> DistillationLoss:
     """Return the loss of a student whose teacher has six tokens fewer."""
     return DistillationLoss(0.7, 2.0, vocabulary - 6, has_tail=True, is_drawn=False)
 
@@ -124,11 +124,11 @@ TARGET_LOSS = partial(target_loss, start=0, padding=0, options={"use_cache": Fal
 
 def distil_loss(vocabulary: int = VOCABULARY) -> Any:
     """Return the loss of task distil."""
-    return partial(distil._total, loss=distillation(vocabulary), options={})
+    return partial(distil._total, loss=distillation_loss(vocabulary), options={})
 
 
 class LargestTensor(TorchDispatchMode):
-    """Records the number of elements of the largest tensor that torch returns."""
+    """Record the number of elements of the largest tensor that torch returns."""
 
     elements = 0
 

@@ -1,4 +1,4 @@
-"""A task whose construction blocks every thread of its process, as loading a library may."""
+"""A task whose constructor blocks every thread of its process, as loading a library can."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAME = "tests.stalled_task:StalledTask"
 
 
 class StalledTask(Scripted):
-    """Blocks the interpreter: PyDLL holds its lock during the call."""
+    """A scripted task that first blocks the interpreter: PyDLL holds the GIL during a call."""
 
     def __init__(self, spec: RunSpec) -> None:
         ctypes.PyDLL(None).sleep(STALL_S)

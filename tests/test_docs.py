@@ -28,14 +28,14 @@ BLOCK = re.compile(r"^ *```([^\n`]*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 ALTERNATIVES = re.compile(r" \| (?![^\[]*\])")
 
 
-def blocks(page: Path) -> list[str]:
+def command_blocks(page: Path) -> list[str]:
     """Return the blocks without a language after the fence: commands and their output."""
-    return [text for kind, text in BLOCK.findall(page.read_text()) if not kind]
+    return [text for language, text in BLOCK.findall(page.read_text()) if not language]
 
 
 def commands_in(page: Path) -> Iterator[str]:
     """Yield the coordinator and worker commands of a page, each alternative (a | b) separately."""
-    for block in blocks(page):
+    for block in command_blocks(page):
         joined_lines = re.sub(r"\n {4,}(?=[-\[])", " ", re.sub(r"\\\n *", "", block))
         lines = joined_lines.splitlines()
         if any(line.startswith("$ ") for line in lines):
@@ -131,7 +131,7 @@ def test_the_readme_is_short():
 
 def test_scripts_on_pages_exist():
     for page in PAGES:
-        for block in blocks(page):
+        for block in command_blocks(page):
             for script in re.findall(r"\bbash ([\w/.-]+\.sh)", block):
                 assert (ROOT / script).is_file(), (page.name, script)
 
@@ -151,31 +151,31 @@ def key_table(sections: Collection[str]) -> str:
             value if value in ("list of text", "mapping") else f"`{value}`" for value in values
         ]
         choices = key.choices if key.type else ", ".join(quoted)
-        kind = ", ".join(filter(None, [key.type, choices]))
+        key_type = ", ".join(filter(None, [key.type, choices]))
         default = f"`{key.default}`" if key.default not in ("required", "-") else key.default
         meaning = "; ".join(filter(None, [key.description, key.variants]))
-        cells = (f"`{key.path}`", kind, default, key.unit, meaning)
+        cells = (f"`{key.path}`", key_type, default, key.unit, meaning)
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)
 
 
 def test_the_run_spec_page_has_every_key():
     page = ROOT / "docs" / "run-spec.md"
-    rows: list[str] = []
+    documented_sections: list[str] = []
 
-    def with_table(section: re.Match[str]) -> str:
-        rows.extend(section[2].split())
+    def insert_table(section: re.Match[str]) -> str:
+        documented_sections.extend(section[2].split())
         return f"{section[1]}\n\n{key_table(section[2].split())}\n"
 
     text = re.sub(
         r"(<!-- keys: (.*?) -->)\n(?:\n<!-- generated.*?\n(?:\|.*\n)+)?",
-        with_table,
+        insert_table,
         page.read_text(),
     )
     if os.environ.get("SAMESTEP_REWRITE"):
         page.write_text(text)
     assert page.read_text() == text
-    assert sorted(rows) == sorted({key.path.split(".")[0] for key in schema_keys()})
+    assert sorted(documented_sections) == sorted({key.path.split(".")[0] for key in schema_keys()})
 
 
 QUOTE = re.compile(
@@ -186,7 +186,8 @@ QUOTE = re.compile(
 
 
 def source_of(path: str, name: str, first: str | None, last: str | None) -> str:
-    """Return a function's source without its docstring, or its lines from `first` to `last`."""
+    """Return the source of a function or class without its docstring, or only its lines from the
+    first with `first` to the next with `last`."""
     text = (ROOT / path).read_text()
     node: Any = ast.parse(text)
     for part in name.split("."):
@@ -213,13 +214,13 @@ def test_one_step_quotes_the_source():
     page = ROOT / "docs" / "one-step.md"
     quotes = 0
 
-    def with_source(quote: re.Match[str]) -> str:
+    def insert_source(quote: re.Match[str]) -> str:
         nonlocal quotes
         quotes += 1
         code = source_of(quote["path"], quote["name"], quote["first"], quote["last"])
         return f"{quote[0].partition('```python')[0]}```python\n{code}```\n"
 
-    text = QUOTE.sub(with_source, page.read_text())
+    text = QUOTE.sub(insert_source, page.read_text())
     if os.environ.get("SAMESTEP_REWRITE"):
         page.write_text(text)
     assert quotes == text.count("<!-- code:") > 10
@@ -261,7 +262,7 @@ def options_page() -> str:
     parts = [
         "# Every option",
         "<!-- generated: SAMESTEP_REWRITE=1 python -m pytest tests/test_docs.py -->",
-        "What each command's `--help` says. [Commands](commands.md) shows what they are for.",
+        "The `--help` of each command. [Commands](commands.md) shows how to use them.",
     ]
     for root, cli in CLIS.items():
         for name, command in commands_under(root, typer.main.get_command(cli.app)):

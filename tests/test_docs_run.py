@@ -1,4 +1,4 @@
-"""Run the commands of the documentation and check what they do.
+"""Run the commands of the documentation and check their effects.
 
 Commands that need cards (`--gpus`, Vulkan) are only parsed, by `test_docs`.
 """
@@ -38,7 +38,7 @@ batch: {samples: 8, microbatch: 1}
 scripted: {blocks: 2, block_bytes: 64, samples: 64}
 checkpoint: {every: 20, keep_last: 100}
 """
-NEED_CARDS = re.compile(r"--gpus|vulkan")
+NEEDS_CARDS = re.compile(r"--gpus|vulkan")
 TESTED_ELSEWHERE = re.compile(
     r"sine|reviews|classify|curve|spam-1/adapter|teacher|student|--from (COPIES|tower)|logits"
     r"|replicas|--track|coordinator track|worker (data|merge|export|generate)"
@@ -66,12 +66,12 @@ def commands_to_run() -> list[str]:
     )
     return [
         line for line in dict.fromkeys(commands)
-        if not NEED_CARDS.search(line) and not TESTED_ELSEWHERE.search(line)
+        if not NEEDS_CARDS.search(line) and not TESTED_ELSEWHERE.search(line)
     ]  # fmt: skip
 
 
 class PageCommands:
-    """Runs each command of the pages once, with values for its placeholders."""
+    """The commands of the pages, each to run once, with values for its placeholders."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -84,7 +84,7 @@ class PageCommands:
         }  # fmt: skip
         (directory / "RUN.yaml").write_text(RUN)
 
-    def matching(self, pattern: str) -> Iterator[list[str]]:
+    def take_matching(self, pattern: str) -> Iterator[list[str]]:
         """Yield the arguments of all remaining commands that match, and mark them as run."""
         candidates = [line for line in self.remaining if re.fullmatch(pattern, line)]
         assert candidates, f"no page has {pattern!r}"
@@ -95,7 +95,7 @@ class PageCommands:
     def run(self, pattern: str, *extra_arguments: str, codes: tuple[int, ...] = (0,)) -> str:
         """Run the matching commands to their end and return the last one's output."""
         output = ""
-        for program, *words in self.matching(pattern):
+        for program, *words in self.take_matching(pattern):
             completed = run_to_end(program, *words, *extra_arguments, cwd=self.directory)
             assert completed.returncode in codes, (words, completed.stdout + completed.stderr)
             assert "Traceback" not in completed.stderr
@@ -106,20 +106,20 @@ class PageCommands:
 def test_every_command_of_the_pages_runs(tmp_path, monkeypatch):
     commands = PageCommands(tmp_path)
     run_and_resume(commands)
-    [*_] = commands.matching(
+    [*_] = commands.take_matching(
         r"coordinator --expect-workers 2( --bind .*--out DIR --name here| --bind .*NAME)?"
     )
     with Cluster(tmp_path / "served", "--expect-workers", "2", "--name", "here") as cluster:
         monkeypatch.setenv("SAMESTEP_CONTROL", cluster.address["control"])
         monkeypatch.setenv("SAMESTEP_COORDINATOR", cluster.address["data"])
         commands.values |= {"ADDRESS": cluster.address["data"], "NAME": "w0"}
-        control_a_server(commands, cluster)
+        control_a_coordinator(commands, cluster)
         assert cluster.wait_for_exit(cluster.coordinator) == 0
     assert commands.remaining == []
 
 
 def run_and_resume(commands: PageCommands) -> None:
-    """Run a run spec from the command line; then resume and inspect the run."""
+    """Start a run from the command line; then resume and inspect it."""
     commands.run(r"coordinator --expect-workers \d .*--run RUN.yaml.*", *LOCAL_WORKERS)
     commands.run(r"coordinator --run RUN.yaml --out DIR --resume", *LOCAL_WORKERS)
     assert "has finished" in commands.run(r"coordinator --out DIR --resume", *LOOPBACK)
@@ -140,16 +140,18 @@ def run_and_resume(commands: PageCommands) -> None:
     commands.run(r"coordinator doctor.*", codes=(0, 1))
 
 
-def control_a_server(commands: PageCommands, cluster: Cluster) -> None:
-    """Run the commands for a serving coordinator, in an order that makes sense."""
+def control_a_coordinator(commands: PageCommands, cluster: Cluster) -> None:
+    """Run the commands for a coordinator that is running, in an order in which all succeed."""
     token = commands.run(r"coordinator token show")
     (commands.directory / "join.token").touch(mode=0o600)
     (commands.directory / "join.token").write_text(token)
     commands.run(r"worker doctor.*", codes=(0, 1))
     for number, (_, *words) in enumerate(
-        commands.matching(r"worker( --duty evaluate)?( --coordinator .*)?")
+        commands.take_matching(r"worker( --duty evaluate)?( --coordinator .*)?")
     ):
-        cluster.worker(f"w{number}", *words, "--backend", "scripted:20", "--name", f"w{number}")
+        cluster.start_worker(
+            f"w{number}", *words, "--backend", "scripted:20", "--name", f"w{number}"
+        )
         cluster.wait_for("worker_connected", worker=f"w{number}")
     first = commands.run(r"coordinator submit RUN.yaml --set .*", "--set", "steps=100000").strip()
     cluster.wait_for("committed")
@@ -187,13 +189,13 @@ def give_up_and_resume(commands: PageCommands, cluster: Cluster, first: str, sec
     cluster.wait_for("run_resumed", run_id=first)
     assert run_to_end("coordinator", "give-up").returncode == 0
     cluster.wait_for("run_ended", nth=2, run_id=first)
-    start = cluster.mark()
+    start = cluster.event_count()
     commands.values["KEY=VALUE"] = "steps=200000"
     commands.run(r"coordinator resume RUN --set KEY=VALUE")
     cluster.wait_for("run_resumed", start=start, run_id=first)
     assert run_to_end("coordinator", "give-up").returncode == 0
     cluster.wait_for("run_ended", nth=3, run_id=first)
-    start = cluster.mark()
+    start = cluster.event_count()
     commands.run(r"coordinator resume RUN --from-step N")
     assert cluster.wait_for("run_resumed", start=start, run_id=first)["step"] == 0
 

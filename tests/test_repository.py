@@ -1,4 +1,4 @@
-"""Promises of the repository: valid run specs, a matching lock, commands that exist."""
+"""The repository agrees with itself: run specs are valid, locks match, commands and links exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 import protocol
 from protocol.spec.files.run_spec_file import load_run_spec
-from tests import house
+from tests import structure
 
 packaging_requirements = pytest.importorskip("packaging.requirements")
 
@@ -28,7 +28,7 @@ def pins(*names: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
-def test_sample_run_is_valid_and_has_a_description(path):
+def test_a_sample_run_spec_is_valid_and_has_a_description(path):
     assert load_run_spec(path).name == path.stem
     first, second = path.read_text().splitlines()[:2]
     assert first.startswith("# ")
@@ -78,12 +78,12 @@ def test_coordinator_requirements_are_a_subset():
     assert pins("coordinator").items() < pins("run").items()
     requirements = [*PROJECT["project"]["dependencies"], *PROJECT["build-system"]["requires"]]
     names = {packaging_requirements.Requirement(name).name.lower() for name in requirements}
-    # The build requirements of the kernels have a lock file of their own.
+    # The build requirements of the kernels have a separate lock file.
     assert names <= {*pins("coordinator"), *pins("build")}
     assert not pins("coordinator").keys() & {"torch", "transformers", "scikit-learn"}
 
 
-def test_requirement_sets_agree_on_versions():
+def test_requirement_sets_that_are_installed_together_share_no_package():
     disjoint_sets = [pins("run"), pins("cpu"), pins("dev"), pins("assets")]
     assert len({name for pinned in disjoint_sets for name in pinned}) == sum(
         map(len, disjoint_sets)
@@ -104,16 +104,16 @@ def test_readme_has_the_test_command_of_ci():
         assert re.search(rf"^{command}( .*)?$", (ROOT / page).read_text(), re.MULTILINE)
 
 
-def test_the_changelog_knows_the_version():
+def test_the_changelog_has_the_current_version():
     assert f"## {protocol.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
 @pytest.mark.parametrize(
     "page",
     sorted(
-        p.relative_to(ROOT).as_posix()
-        for p in ROOT.rglob("*.md")
-        if not {".venv", "build", "runs"} & {*p.relative_to(ROOT).parts}
+        path.relative_to(ROOT).as_posix()
+        for path in ROOT.rglob("*.md")
+        if not {".venv", "build", "runs"} & {*path.relative_to(ROOT).parts}
     ),
 )
 def test_links_between_pages_have_targets(page):
@@ -131,7 +131,7 @@ def test_the_map_names_existing_files():
 
 def test_the_architecture_names_every_chapter():
     text = (ROOT / "ARCHITECTURE.md").read_text()
-    chapters = {chapter.split(".")[1] for chapter in house.MAY_IMPORT if "." in chapter}
+    chapters = {chapter.split(".")[1] for chapter in structure.ALLOWED_CHAPTERS if "." in chapter}
     assert [
         chapter for chapter in sorted(chapters) if f" {chapter} " not in text.replace("/", " ")
     ] == []

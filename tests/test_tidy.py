@@ -1,4 +1,4 @@
-"""House rules that no linter checks: allowed imports, purity, names and sizes."""
+"""Rules of the project that no linter checks: allowed imports, purity, names and sizes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from protocol.base import limits
-from tests import house
-from tests.house import PACKAGES, ROOT
+from tests import structure
+from tests.structure import ALLOWED_PACKAGES, PACKAGES, ROOT
 
-MAY_IMPORT = house.PACKAGE_MAY
 HEAVY = {"torch", "transformers", "peft", "sklearn", "scipy", "pandas"}
 SHELL_ONLY = {"aiohttp", "prometheus_client", "rich", "structlog", "typer", "uvloop", "zeroconf"}
 LAZY_IMPORTS = {"zeroconf"}
@@ -70,14 +69,14 @@ Check = Callable[[str, str], Iterable[str]]
 
 def modules_imported(source: str) -> Iterator[tuple[int, str]]:
     """Yield line and dotted name of every absolute import, wherever it occurs."""
-    return ((line, name) for line, name, _ in house.imports_of(source))
+    return ((line, name) for line, name, _ in structure.imports_of(source))
 
 
-def import_directions(path: str, source: str) -> Iterator[str]:
+def check_import_directions(path: str, source: str) -> Iterator[str]:
     package = path.split("/", maxsplit=1)[0]
-    if package not in MAY_IMPORT:
+    if package not in ALLOWED_PACKAGES:
         return
-    forbidden = set(PACKAGES) - MAY_IMPORT[package]
+    forbidden = set(PACKAGES) - ALLOWED_PACKAGES[package]
     forbidden |= {"tests", "benchmarks"}
     if package in {"protocol", "coordinator"}:
         forbidden |= HEAVY
@@ -88,11 +87,11 @@ def import_directions(path: str, source: str) -> Iterator[str]:
             yield f"{path}:{line} imports {name}"
 
 
-def no_unsafe_loading(path: str, source: str) -> Iterator[str]:
+def check_safe_loading(path: str, source: str) -> Iterator[str]:
     for line, name in modules_imported(source):
         if name.split(".")[0] in UNSAFE:
             yield f"{path}:{line} imports {name}"
-    for node in house.nodes(source):
+    for node in structure.nodes(source):
         if not isinstance(node, ast.Call):
             continue
         arguments = {
@@ -107,48 +106,49 @@ def no_unsafe_loading(path: str, source: str) -> Iterator[str]:
             yield f"{path}:{node.lineno} calls torch.load without weights_only=True"
 
 
-def descriptive_names(path: str, _source: str) -> Iterator[str]:
+def check_descriptive_names(path: str, _source: str) -> Iterator[str]:
     words = {word for part in Path(path).with_suffix("").parts for word in part.split("_")}
     if words & VAGUE:
-        yield f"{path}: name it by its concept"
+        yield f"{path}: name the file after its subject, not {', '.join(sorted(words & VAGUE))}"
 
 
-def sizes(path: str, source: str) -> Iterator[str]:
+def check_sizes(path: str, source: str) -> Iterator[str]:
     if path.startswith("tests/"):
         return
-    for node in house.nodes(source):
+    for node in structure.nodes(source):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if lines > FUNCTION_LINES:
                 yield f"{path}:{node.lineno} {node.name} has {lines} lines"
 
 
-def interrupts_only_by_fixture(path: str, source: str) -> Iterator[str]:
-    """An interrupt by other means ends all tests of its process if the test does not catch it."""
-    # forked_command.py is no test: it ends by the signal that ended its fork.
+def check_interrupts(path: str, source: str) -> Iterator[str]:
+    """Find interrupts without the fixture: one that a test does not catch ends all tests of its
+    process."""
+    # forked_command.py is not a test: it ends by the signal that ended its fork.
     if not path.startswith("tests/") or path in {"tests/conftest.py", "tests/forked_command.py"}:
         return
     if not any(word in source for word in ("getpid", "raise_signal", "KeyboardInterrupt")):
         return
-    for node in house.nodes(source):
+    for node in structure.nodes(source):
         if isinstance(node, ast.Call | ast.Raise) and ast.unparse(node).startswith(
             ("os.kill(os.getpid()", "signal.raise_signal", "raise KeyboardInterrupt")
         ):
             yield f"{path}:{node.lineno} interrupts the test process: use the fixture `interrupt`"
 
 
-def no_machine_paths(path: str, text: str) -> Iterator[str]:
+def check_machine_paths(path: str, text: str) -> Iterator[str]:
     for number, line in enumerate(text.splitlines(), 1):
         if match := MACHINE_PATH_OR_REGISTRY.search(line):
             yield f"{path}:{number} names {match.group()!r}"
 
 
 PYTHON_CHECKS: tuple[Check, ...] = (
-    import_directions,
-    no_unsafe_loading,
-    descriptive_names,
-    sizes,
-    interrupts_only_by_fixture,
+    check_import_directions,
+    check_safe_loading,
+    check_descriptive_names,
+    check_sizes,
+    check_interrupts,
 )
 
 
@@ -161,28 +161,28 @@ def project_files() -> list[Path]:
     return sorted(p for p in (*files_inside, *top) if p.is_file() and not hidden & {*p.parts})
 
 
-def complaints(checks: Iterable[Check], *suffixes: str) -> list[str]:
+def violations(checks: Iterable[Check], *suffixes: str) -> list[str]:
     messages: list[str] = []
     for path in project_files():
         if not suffixes or path.suffix in suffixes:
             text = path.read_text(encoding="utf-8", errors="replace")
-            for check in checks:  # each file is parsed once for all checks
+            for check in checks:  # file by file: `structure.nodes` caches one parsed file
                 messages += check(path.relative_to(ROOT).as_posix(), text)
     return messages
 
 
 def test_python_files_keep_the_rules():
-    assert complaints(PYTHON_CHECKS, ".py") == []
+    assert violations(PYTHON_CHECKS, ".py") == []
 
 
 def test_no_machine_paths_and_no_registry_hosts():
-    assert complaints([no_machine_paths]) == []
+    assert violations([check_machine_paths]) == []
 
 
 def test_every_chapter_is_in_the_table_and_has_a_docstring():
-    path_by_name = house.modules()
-    chapters = {house.chapter_of(name, path) for name, path in path_by_name.items()}
-    assert chapters == set(house.MAY_IMPORT)
+    path_by_name = structure.modules()
+    chapters = {structure.chapter_of(name, path) for name, path in path_by_name.items()}
+    assert chapters == set(structure.ALLOWED_CHAPTERS)
     undocumented = [
         chapter
         for chapter in chapters
@@ -192,31 +192,33 @@ def test_every_chapter_is_in_the_table_and_has_a_docstring():
 
 
 def test_chapters_import_only_what_the_table_allows():
-    def allowed(source: str, target: str) -> bool:
-        may = house.MAY_IMPORT[source]
-        package, other = source.split(".", maxsplit=1)[0], target.split(".", maxsplit=1)[0]
-        return other in MAY_IMPORT[package] and (target in may or may == ("*",))
+    def is_allowed(source: str, target: str) -> bool:
+        chapters = structure.ALLOWED_CHAPTERS[source]
+        packages = ALLOWED_PACKAGES[source.split(".", maxsplit=1)[0]]
+        is_in_table = target in chapters or chapters == ("*",)
+        return is_in_table and target.split(".", maxsplit=1)[0] in packages
 
-    between = house.arrows().items()
-    assert [(pair, sorted(by)) for pair, by in between if not allowed(*pair)] == []
+    arrows = structure.arrows().items()
+    assert [(pair, sorted(names)) for pair, names in arrows if not is_allowed(*pair)] == []
 
 
 def test_imports_have_no_cycles():
-    assert house.cycles() == []
-    # `protocol.spec` imports `RunSpec` for type checking in what `RunSpec` calls.
-    assert [m for m in house.module_cycles() if not m.startswith("protocol.spec.")] == []
+    assert structure.cycles() == []
+    # Modules of `protocol.spec` that `RunSpec` calls import `RunSpec` for type checking.
+    names = structure.module_cycles()
+    assert [name for name in names if not name.startswith("protocol.spec.")] == []
 
 
-@pytest.mark.parametrize("chapter", [*house.PURE, *house.PURE_MODULES])
+@pytest.mark.parametrize("chapter", [*structure.PURE_CHAPTERS, *structure.PURE_MODULES])
 def test_pure_chapters_import_only_pure_code(chapter):
-    graph, path_by_name = house.imports_between_modules(), house.modules()
+    graph, path_by_name = structure.imports_between_modules(), structure.modules()
     files_inside = [
         name
         for name in path_by_name
-        if name == chapter or house.chapter_of(name, path_by_name[name]) == chapter
+        if name == chapter or structure.chapter_of(name, path_by_name[name]) == chapter
     ]
     assert files_inside
-    reachable_modules = set().union(*(house.reachable(name, graph) for name in files_inside))
+    reachable_modules = set().union(*(structure.reachable(name, graph) for name in files_inside))
     impure = [
         f"{name}:{line} imports {module}"
         for name in sorted(reachable_modules)
@@ -227,20 +229,20 @@ def test_pure_chapters_import_only_pure_code(chapter):
 
 
 def test_no_two_public_classes_of_a_package_share_a_name():
-    """Different packages may: a `Session` of the worker is not one of the coordinator."""
+    """Two packages may share a name: the worker's `Session` is not the coordinator's."""
     modules_by_class: dict[tuple[str, str], list[str]] = {}
-    for name, path in house.modules().items():
+    for name, path in structure.modules().items():
         for class_name in re.findall(
             r"^class ([A-Za-z]\w*)", path.read_text("utf-8"), re.MULTILINE
         ):
             modules_by_class.setdefault((name.split(".")[0], class_name), []).append(name)
-    assert {name: found for name, found in modules_by_class.items() if len(found) > 1} == {}
+    assert {name: files for name, files in modules_by_class.items() if len(files) > 1} == {}
 
 
 def test_every_limit_ends_in_its_unit():
     names = [name for name in vars(limits) if name.isupper() and name not in {"KIB", "MIB"}]
     assert names
-    assert [n for n in names if re.sub("_PER_.*", "", n).split("_")[-1] not in UNITS] == []
+    assert [name for name in names if re.sub("_PER_.*", "", name).split("_")[-1] not in UNITS] == []
 
 
 @pytest.mark.parametrize(
@@ -259,12 +261,12 @@ def test_a_walk_names_existing_files_in_order(walk, limit):
     steps = [(int(number), line) for number, line in steps]
     assert [number for number, _ in steps] == list(range(1, len(steps) + 1))
     paths_by_step = [re.findall(r"`([a-z_/]+[.]py)`", line) for _, line in steps]
-    files = [file for (file,) in paths_by_step]  # one per line
+    files = [file for (file,) in paths_by_step]  # exactly one per line
     assert [file for file in files if not (ROOT / file).is_file()] == []
     assert len(set(files)) == len(files) <= limit
 
 
-def test_answers_name_existing_files():
+def test_answers_of_contributing_name_existing_files():
     text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
     rows = re.findall(r"^[|] (.*[?]) [|] (.*) [|]$", text, re.MULTILINE)
     assert len(rows) >= 20
@@ -276,19 +278,19 @@ def test_answers_name_existing_files():
 @pytest.mark.parametrize(
     ("check", "path", "source"),
     [
-        (import_directions, "coordinator/x.py", "import torch"),
-        (import_directions, "coordinator/x.py", "def f():\n    from backends import cpu"),
-        (import_directions, "protocol/x.py", "import structlog"),
-        (import_directions, "backends/x.py", "import worker.tasks"),
-        (no_unsafe_loading, "worker/x.py", "import pickle"),
-        (no_unsafe_loading, "worker/x.py", "load(name, trust_remote_code=True)"),
-        (no_unsafe_loading, "worker/x.py", "np.load(name, allow_pickle=flag)"),
-        (no_unsafe_loading, "worker/x.py", "torch.load(name)"),
-        (descriptive_names, "worker/string_utils.py", ""),
-        (sizes, "worker/x.py", "def f():\n" + "    x = 1\n" * FUNCTION_LINES),
-        (interrupts_only_by_fixture, "tests/test_x.py", "os.kill(os.getpid(), 2)"),
-        (no_machine_paths, "README.md", "see /" + "tmp/out"),
-        (no_machine_paths, "deploy/x.sh", "https://pypi" + ".org/simple"),
+        (check_import_directions, "coordinator/x.py", "import torch"),
+        (check_import_directions, "coordinator/x.py", "def f():\n    from backends import cpu"),
+        (check_import_directions, "protocol/x.py", "import structlog"),
+        (check_import_directions, "backends/x.py", "import worker.tasks"),
+        (check_safe_loading, "worker/x.py", "import pickle"),
+        (check_safe_loading, "worker/x.py", "load(name, trust_remote_code=True)"),
+        (check_safe_loading, "worker/x.py", "np.load(name, allow_pickle=flag)"),
+        (check_safe_loading, "worker/x.py", "torch.load(name)"),
+        (check_descriptive_names, "worker/string_utils.py", ""),
+        (check_sizes, "worker/x.py", "def f():\n" + "    x = 1\n" * FUNCTION_LINES),
+        (check_interrupts, "tests/test_x.py", "os.kill(os.getpid(), 2)"),
+        (check_machine_paths, "README.md", "see /" + "tmp/out"),
+        (check_machine_paths, "deploy/x.sh", "https://pypi" + ".org/simple"),
     ],
 )
 def test_each_check_finds_its_violation(check, path, source):

@@ -1,6 +1,6 @@
-"""The backend that the eager suite tests: the CPU, or what SAMESTEP_TESTED_BACKEND names."""
+"""The backend that the eager suite tests: SAMESTEP_TESTED_BACKEND, or by default the CPU."""
 
 import os
 from typing import Final
 
-KIND: Final = os.environ.get("SAMESTEP_TESTED_BACKEND", "cpu")
+BACKEND: Final = os.environ.get("SAMESTEP_TESTED_BACKEND", "cpu")

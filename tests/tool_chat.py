@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.small_chat import chat_run, save_chat_model
+from tests.small_chat import save_chat_model, write_chat_run
 
 _CITIES = [a + b for a in ("Os", "Bon", "Ber", "Ro") for b in ("lo", "n", "me")]
 
@@ -66,9 +66,9 @@ WEATHER_TOOL: dict[str, Any] = {
 }
 
 
-def tool_run(directory: Path) -> Path:
+def write_tool_run(directory: Path) -> Path:
     """Write the spec of a LoRA run on chats with tools, in a folder of compressed files."""
-    run = chat_run(directory)
+    run = write_chat_run(directory)
     rows = [{"messages": tool_chat(city)[2:], "tools": [{"name": "weather"}]} for city in _CITIES]
     (directory / "chats").mkdir()
     for part in range(2):

@@ -19,9 +19,9 @@ from backends.wgpu.device.adapters import adapters
 from protocol.base.errors import SamestepError
 from protocol.exact.reduction.absent import is_absent
 from protocol.spec.manifest import Block, TensorSpec
-from tests.tested_backend import KIND
+from tests.tested_backend import BACKEND
 
-BACKENDS = ["scripted", "vulkan", *sorted({"cpu", KIND})]
+BACKENDS = ["scripted", "vulkan", *sorted({"cpu", BACKEND})]
 WIDTH = 6
 
 
@@ -251,7 +251,7 @@ def test_another_thread_may_close_while_the_device_computes(backend):
 
     receiver = threading.Thread(target=receive)
     receiver.start()
-    if backend in {"cpu", KIND}:  # on Vulkan, forward is traced once and not called again
+    if backend in {"cpu", BACKEND}:  # on Vulkan, forward is traced once and not called again
         assert entered.wait(30)
     release.set()
     stream.close()

@@ -50,7 +50,7 @@ async def test_run_ends_when_the_connection_outlives_the_process(tmp_path, monke
     async with live_service(tmp_path, 1) as live:
         live.service.settings = replace(live.service.settings, once=True)
         live.service.submit(scripted_spec(steps=1_000_000))
-        worker = live.worker("local-0")
+        worker = live.start_worker("local-0")
         await live.wait_for("committed")
         local = local_workers.LocalWorkers(
             ("127.0.0.1", 1), "scripted", (), tmp_path / "token", print

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from backends.wgpu.device.adapters import adapters
-from tests.booted_machine import COORDINATOR_HOME, INSTALLED, booted_machine
+from tests.booted_machine import COORDINATOR_HOME, INSTALL_DIRECTORY, booted_machine
 from tests.cluster import PATIENCE_S
 from tests.processes import start
 
@@ -67,7 +67,9 @@ def machine(reference_process, tmp_path_factory):
         machine.write("/etc/samestep/digits.yaml", RUN_ON_DEVICES)
         for unit in ("samestep-coordinator.service", "samestep-worker@.service"):
             machine.write(f"/etc/systemd/system/{unit}.d/quick.conf", WATCHDOG)
-        machine.run("systemd-sysusers", f"{INSTALLED}/source/deploy/systemd/samestep.sysusers")
+        machine.run(
+            "systemd-sysusers", f"{INSTALL_DIRECTORY}/source/deploy/systemd/samestep.sysusers"
+        )
         machine.run("systemctl", "daemon-reload")
         # A separate network, where other machines could reach the coordinator.
         machine.run("ip", "link", "add", "lan", "type", "veth", "peer", "name", "cable")
@@ -95,7 +97,7 @@ def digest(reference_process):
 
 def submit(machine, run="paced"):
     """Submit another run; return its id."""
-    command = f"{INSTALLED}/bin/coordinator"
+    command = f"{INSTALL_DIRECTORY}/bin/coordinator"
     return machine.run(command, "submit", f"/etc/samestep/{run}.yaml").splitlines()[-1]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.booted_machine import INSTALLED, Machine, booted_machine
+from tests.booted_machine import INSTALL_DIRECTORY, Machine, booted_machine
 from tests.cluster import ROOT
 from tests.deploy.built_wheel import build_wheel
 from tests.deploy.locked_wheels import DEBIAN_PYTHON, locked_wheels
@@ -129,7 +129,7 @@ class Cluster:
         return changes, completed.stdout + completed.stderr
 
     def on_desk(self, *command: str) -> str:
-        return self.machines["desk"].run(f"{INSTALLED}/bin/coordinator", *command)
+        return self.machines["desk"].run(f"{INSTALL_DIRECTORY}/bin/coordinator", *command)
 
     def workers(self) -> set[str]:
         """Return the names of joined workers."""
@@ -215,6 +215,6 @@ def check_changes(cluster: Cluster, arguments: tuple[str, ...]) -> None:
         for name, value in (("ActiveState", "inactive"), ("UnitFileState", "disabled")):
             assert machine.show("samestep-worker@scripted.service", name) == value
         module_path = machine.run(
-            f"{INSTALLED}/bin/python", "-c", "import protocol; print(protocol.__file__)"
+            f"{INSTALL_DIRECTORY}/bin/python", "-c", "import protocol; print(protocol.__file__)"
         )
-        assert module_path.startswith(INSTALLED)
+        assert module_path.startswith(INSTALL_DIRECTORY)

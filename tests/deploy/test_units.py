@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from protocol.base.errors import ExitCode
-from tests.booted_machine import INSTALLED
+from tests.booted_machine import INSTALL_DIRECTORY
 from tests.cluster import ROOT
 
 UNITS = sorted((ROOT / "deploy" / "systemd").glob("*.service"))
@@ -38,7 +38,7 @@ def verification_errors(unit: Path, directory: Path, old: str = "", new: str = "
     for command in ("coordinator", "worker"):
         shutil.copy("/bin/true", directory / command)
     copy = directory / unit.name
-    text = unit.read_text().replace(f"{INSTALLED}/bin", str(directory))
+    text = unit.read_text().replace(f"{INSTALL_DIRECTORY}/bin", str(directory))
     assert old in text
     copy.write_text(text.replace(old, new))
     completed = analyze("verify", "--man=no", str(copy))

@@ -52,7 +52,7 @@ def cached_blobs(environment: dict[str, str]) -> list[Path]:
 def test_worker_without_files_computes_the_same_bits(tmp_path, coordinator_directory, empty_home):
     arguments = ("--expect-workers", "1", "--run", "run.yaml")
     with Cluster(tmp_path / "a", *arguments, cwd=coordinator_directory) as cluster:
-        local_worker = cluster.worker(
+        local_worker = cluster.start_worker(
             "w0", "--backend", "cpu", environment=empty_home, cwd=coordinator_directory
         )
         expected = cluster.result()
@@ -62,7 +62,9 @@ def test_worker_without_files_computes_the_same_bits(tmp_path, coordinator_direc
     empty = tmp_path / "empty"
     empty.mkdir()
     with Cluster(tmp_path / "b", *arguments, cwd=coordinator_directory) as cluster:
-        remote_worker = cluster.worker("w0", "--backend", "cpu", environment=empty_home, cwd=empty)
+        remote_worker = cluster.start_worker(
+            "w0", "--backend", "cpu", environment=empty_home, cwd=empty
+        )
         result = cluster.result()
         assert cluster.wait_for_exit(remote_worker) == 0
         assert remote_worker.stdout is not None
@@ -103,15 +105,19 @@ def test_a_worker_with_the_files_and_one_without_agree(tmp_path, coordinator_dir
     with Cluster(
         tmp_path / "a", "--expect-workers", "1", *arguments, cwd=coordinator_directory
     ) as cluster:
-        cluster.worker("w0", "--backend", "cpu", environment=empty_home, cwd=coordinator_directory)
+        cluster.start_worker(
+            "w0", "--backend", "cpu", environment=empty_home, cwd=coordinator_directory
+        )
         expected = cluster.result()
     with Cluster(
         tmp_path / "b", "--expect-workers", "2", *arguments, cwd=coordinator_directory
     ) as cluster:
-        cluster.worker("w0", "--backend", "cpu", environment=empty_home, cwd=coordinator_directory)
-        cluster.worker("w1", "--backend", "cpu", environment=empty_home, cwd=tmp_path)
+        cluster.start_worker(
+            "w0", "--backend", "cpu", environment=empty_home, cwd=coordinator_directory
+        )
+        cluster.start_worker("w1", "--backend", "cpu", environment=empty_home, cwd=tmp_path)
         result = cluster.result()
-        assert len(cluster.events_named("worker_ready")) == 2, cluster.events()
+        assert len(cluster.events_named("worker_ready")) == 2, cluster.event_names()
     assert result["weights_digest"] == expected["weights_digest"]
     assert len(cached_blobs(empty_home)) == 4
 
@@ -162,10 +168,10 @@ def test_coordinator_restarted_in_another_directory_still_has_the_files(
     )
     arguments = ("--expect-workers", "1", "--run", "run.yaml")
     with Cluster(tmp_path / "a", *arguments, cwd=coordinator_directory) as cluster:
-        cluster.worker("w0", "--backend", "scripted", environment=empty_home, cwd=tmp_path)
+        cluster.start_worker("w0", "--backend", "scripted", environment=empty_home, cwd=tmp_path)
         expected = cluster.result()
     with Cluster(tmp_path / "b", *arguments, cwd=coordinator_directory) as cluster:
-        cluster.paused_worker(
+        cluster.start_paused_worker(
             "w0", 2, "--backend", "scripted", environment=empty_home
         ).wait_until_paused()
         cluster.coordinator.kill()
@@ -173,7 +179,9 @@ def test_coordinator_restarted_in_another_directory_still_has_the_files(
     other_environment = {**empty_home, "HOME": str(tmp_path / "other")}
     resume_arguments = ("--expect-workers", "1", "--resume")
     with Cluster(tmp_path / "b", *resume_arguments, cwd=tmp_path) as cluster:
-        cluster.worker("w1", "--backend", "scripted", environment=other_environment, cwd=tmp_path)
+        cluster.start_worker(
+            "w1", "--backend", "scripted", environment=other_environment, cwd=tmp_path
+        )
         result = cluster.result()
     assert result["weights_digest"] == expected["weights_digest"]
     assert result["losses"] == expected["losses"]

@@ -15,7 +15,7 @@ from tests.bit_flip_worker import ELEMENT
 from tests.cluster import RUNS, Cluster
 from tests.commands import run_command
 from tests.processes import start
-from tests.small_decoder import decoder_run
+from tests.small_decoder import write_decoder_run
 from worker.recompute import StepRecomputer
 
 pytest.importorskip("ziglang")
@@ -34,7 +34,7 @@ def train(
     run_options = ("--run", str(RUNS / run), *CANONICAL, *arguments)
     with Cluster(directory, "--expect-workers", count, *run_options) as cluster:
         for number, backend in enumerate(backends):
-            cluster.worker(f"w{number}", "--backend", backend)
+            cluster.start_worker(f"w{number}", "--backend", backend)
         result: dict[str, Any] = cluster.result()
         assert result["exact"]
         assert all(result["workers"].values())
@@ -150,17 +150,17 @@ def test_a_language_model_on_a_device_has_the_digest_of_the_cpu(tmp_path, run, s
 def test_killed_worker_and_late_worker_of_another_kind_keep_the_digest(tmp_path, task):
     """The run trains LoRA on an int8 base, with dropout and checkpointing."""
     require_device()
-    run = decoder_run(task, tmp_path, steps=5)
+    run = write_decoder_run(task, tmp_path, steps=5)
     single_worker = train(tmp_path / "one", run, ("cpu",))
     arguments = ("--expect-workers", "2", "--run", str(run), *CANONICAL)
     with Cluster(tmp_path / "two", *arguments) as cluster:
-        first = cluster.paused_worker("w0", 2, "--backend", "cpu")
-        second = cluster.paused_worker("w1", 2, "--backend", "vulkan")
+        first = cluster.start_paused_worker("w0", 2, "--backend", "cpu")
+        second = cluster.start_paused_worker("w1", 2, "--backend", "vulkan")
         first.wait_until_paused()
         second.wait_until_paused()
         cluster.workers["w1"].kill()
         cluster.wait_for("worker_lost", worker="w1")
-        cluster.worker("late", "--backend", "vulkan")
+        cluster.start_worker("late", "--backend", "vulkan")
         cluster.wait_for("worker_joined", worker="late")
         first.release()
         result = cluster.result()

@@ -19,7 +19,7 @@ from protocol.spec.manifest import CaptureLayout
 from tests.cluster import ROOT, Cluster
 from tests.end_to_end.test_restart import ANYWHERE, result_of, run
 from tests.free_ports import free_address
-from tests.sample_capture import capture_of
+from tests.sample_capture import write_capture
 
 SPEC = """
 name: tiny-teacher
@@ -72,11 +72,11 @@ def test_killed_worker_and_coordinator_leave_the_same_files(
         *run_options,
     )
     with Cluster(tmp_path, *arguments, "--resume") as first:
-        ann = first.paused_worker("ann", 4, "--backend", "cpu")
+        ann = first.start_paused_worker("ann", 4, "--backend", "cpu")
         for name in ("bob", "cid"):
-            first.worker(name, "--backend", "cpu")
+            first.start_worker(name, "--backend", "cpu")
         ann.wait_until_paused()
-        mark = first.mark()
+        mark = first.event_count()
         first.workers["bob"].kill()
         ann.release()
         first.wait_for("worker_lost", worker="bob", start=mark)
@@ -137,17 +137,17 @@ steps: 6
 
 def test_remote_worker_fetches_only_the_files_of_its_steps(tmp_path):
     layout = CaptureLayout(tokens=16, vocabulary=50, top_k=4)
-    capture_of(tmp_path / "at_home", layout, 40, steps_of_a_file=5, samples_of_a_group=16)
+    write_capture(tmp_path / "at_home", layout, 40, steps_per_file=5, samples_per_group=16)
     machine = tmp_path / "at_home"
     (machine / "student.yaml").write_text(STUDENT)
     arguments = ("--expect-workers", "1", "--run", "student.yaml")
     with Cluster(tmp_path / "a", *arguments, cwd=machine) as cluster:
-        cluster.worker("w0", "--backend", "cpu", cwd=machine)
+        cluster.start_worker("w0", "--backend", "cpu", cwd=machine)
         expected = cluster.result()
     cache = tmp_path / "cache"
     with Cluster(tmp_path / "b", *arguments, cwd=machine) as cluster:
         environment = {"SAMESTEP_CACHE": str(cache)}
-        cluster.worker("w0", "--backend", "cpu", environment=environment)
+        cluster.start_worker("w0", "--backend", "cpu", environment=environment)
         result = cluster.result()
     assert result["weights_digest"] == expected["weights_digest"]
     assert result["eval"] == expected["eval"]

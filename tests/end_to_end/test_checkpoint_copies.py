@@ -44,7 +44,7 @@ def test_a_run_continues_without_the_coordinator_s_disk(tmp_path, reference_out)
     run_options = "--run", str(spec)
     options = ("--bind", free_address(), "--control", "127.0.0.1:0", "--expect-workers", "1")
     with Cluster(tmp_path / "lost", *options, *run_options) as first:
-        worker = first.paused_worker("w0", 21, "--backend", "scripted")
+        worker = first.start_paused_worker("w0", 21, "--backend", "scripted")
         worker.wait_until_paused()
         first.wait_for("checkpoint_copied", step=20)
         first.coordinator.send_signal(signal.SIGKILL)

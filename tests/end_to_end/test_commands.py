@@ -142,7 +142,7 @@ def test_status_without_a_coordinator_names_the_option():
 
 def test_a_second_signal_ends_a_worker_at_once(tmp_path, scripted_run):
     with Cluster(tmp_path, "--expect-workers", "1", *scripted_run) as cluster:
-        cluster.paused_worker("w0", 3, "--backend", "scripted").wait_until_paused()
+        cluster.start_paused_worker("w0", 3, "--backend", "scripted").wait_until_paused()
         worker = cluster.workers["w0"]
         assert worker.stdout is not None
         assert worker.stderr is not None
@@ -161,11 +161,11 @@ def test_unknown_backend_is_refused():
 
 def test_worker_of_a_missing_backend_leaves_and_the_run_continues(tmp_path, scripted_run):
     with Cluster(tmp_path, "--expect-workers", "1", *scripted_run) as cluster:
-        worker = cluster.worker("w0", "--backend", "cuda", environment=NO_CARD)
+        worker = cluster.start_worker("w0", "--backend", "cuda", environment=NO_CARD)
         assert cluster.wait_for_exit(worker) == 69
         assert worker.stderr is not None
         assert "backend 'cuda' is not usable here" in worker.stderr.read()
-        cluster.worker("w1", "--backend", "scripted")
+        cluster.start_worker("w1", "--backend", "scripted")
         assert cluster.result()["workers"].keys() == {"w1"}
 
 
@@ -249,7 +249,9 @@ def test_unusable_data_is_refused_before_workers_join(tmp_path, lines, expected)
 def test_workers_outlive_runs_and_exit_with_0(tmp_path, scripted_run):
     """A coordinator started without a run takes submitted runs in turn until it is drained."""
     with Cluster(tmp_path, "--expect-workers", "2") as cluster:
-        workers = [cluster.worker(f"w{number}", "--backend", "scripted") for number in range(2)]
+        workers = [
+            cluster.start_worker(f"w{number}", "--backend", "scripted") for number in range(2)
+        ]
         control = ("--control", cluster.address["control"])
         short_options = ("--set", "steps=5")
         submissions = [
@@ -276,7 +278,7 @@ def test_drained_service_exits_with_0_despite_failed_runs(tmp_path):
     spec = tmp_path / "run.yaml"
     spec.write_text("task: nowhere.to.be.found:Task\nsteps: 3\n")
     with Cluster(tmp_path, "--expect-workers", "1") as cluster:
-        cluster.worker("w0", "--backend", "scripted")
+        cluster.start_worker("w0", "--backend", "scripted")
         control = ("--control", cluster.address["control"])
         assert run_command("coordinator", "submit", str(spec), *control).returncode == 0
         assert cluster.wait_for("run_ended")["outcome"] == "failed"
@@ -286,7 +288,7 @@ def test_drained_service_exits_with_0_despite_failed_runs(tmp_path):
 
 def test_drained_halted_run_prints_how_to_continue(tmp_path, scripted_run):
     with Cluster(tmp_path, "--expect-workers", "1", *scripted_run) as cluster:
-        cluster.paused_worker("w0", 3, "--backend", "scripted").wait_until_paused()
+        cluster.start_paused_worker("w0", 3, "--backend", "scripted").wait_until_paused()
         for path in ("/halt", "/drain"):
             cluster.ask("POST", path, {})
         assert cluster.wait_for_exit(cluster.coordinator) == 1
@@ -298,8 +300,8 @@ def test_drained_halted_run_prints_how_to_continue(tmp_path, scripted_run):
 
 def test_drained_worker_finishes_its_subtrees(tmp_path, scripted_run):
     with Cluster(tmp_path, "--expect-workers", "2", *scripted_run) as cluster:
-        cluster.worker("w0", "--backend", "scripted")
-        hold = cluster.paused_worker("w1", 6, "--backend", "scripted")
+        cluster.start_worker("w0", "--backend", "scripted")
+        hold = cluster.start_paused_worker("w1", 6, "--backend", "scripted")
         hold.wait_until_paused()
         leaving_process = cluster.workers["w1"]
         leaving_process.terminate()
@@ -339,7 +341,7 @@ def test_worker_registers_before_it_imports_torch(tmp_path):
     torch.write_text("print('importing', flush=True)\nimport time\nwhile True: time.sleep(1)\n")
     path = {"PYTHONPATH": f"{torch.parent}:{ROOT}"}
     with Cluster(tmp_path, "--expect-workers", "2") as cluster:
-        worker = cluster.worker("w0", "--backend", "cpu", environment=path)
+        worker = cluster.start_worker("w0", "--backend", "cpu", environment=path)
         cluster.wait_for("worker_connected", worker="w0")
         assert worker.stdout is not None
         assert "importing\n" in worker.stdout, "the worker would have imported this torch"
@@ -379,7 +381,7 @@ def test_run_name_has_at_most_54_characters(tmp_path):
     spec.write_text("task: scripted\nsteps: 2\nbatch: {samples: 4, microbatch: 1}\n")
     arguments = ("--run", str(spec), "--set", f"name={'n' * 54}")
     with Cluster(tmp_path, "--expect-workers", "1", *arguments) as cluster:
-        cluster.worker("w0", "--backend", "scripted")
+        cluster.start_worker("w0", "--backend", "scripted")
         assert len(cluster.result()["run_id"]) == 63
     completed = coordinator(
         tmp_path, "--expect-workers", "1", *arguments, "--set", f"name={'n' * 55}"
@@ -392,7 +394,7 @@ def test_failing_task_ends_its_run_but_not_the_worker(tmp_path, scripted_run):
     spec = tmp_path / "run.yaml"
     spec.write_text("task: tests.broken_task:Broken\nsteps: 2\n")
     with Cluster(tmp_path, "--expect-workers", "1") as cluster:
-        worker = cluster.worker("w0", "--backend", "scripted")
+        worker = cluster.start_worker("w0", "--backend", "scripted")
         control = ("--control", cluster.address["control"])
         run_id = run_command("coordinator", "submit", str(spec), *control).stdout.strip()
         completed = cluster.wait_for("run_ended", run_id=run_id)

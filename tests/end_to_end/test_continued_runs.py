@@ -10,12 +10,12 @@ import pytest
 
 from tests.cluster import RUNS, Cluster
 from tests.commands import run_command
-from tests.small_chat import chat_run
+from tests.small_chat import write_chat_run
 
 
 def train(run: Path, out: Path, *options: str) -> dict[str, Any]:
     with Cluster(out, "--expect-workers", "1", "--run", str(run), *options) as cluster:
-        cluster.worker("w0", "--backend", "cpu")
+        cluster.start_worker("w0", "--backend", "cpu")
         return cluster.result()
 
 
@@ -28,8 +28,8 @@ def test_a_finished_run_continues_with_more_steps_by_the_command(tmp_path):
     with Cluster(
         tmp_path / "part", "--expect-workers", "2", "--resume", "--set", "steps=20"
     ) as cluster:
-        cluster.worker("w0", "--backend", "cpu")
-        cluster.worker("w1", "--backend", "cpu")
+        cluster.start_worker("w0", "--backend", "cpu")
+        cluster.start_worker("w1", "--backend", "cpu")
         extended_result = cluster.result()
     assert (
         extended_result["weights_digest"]
@@ -42,7 +42,7 @@ def test_a_finished_run_continues_with_more_steps_by_the_command(tmp_path):
 @pytest.mark.slow  # in parts: tests/worker/models/test_adapter.py, test_epochs.py
 @pytest.mark.parametrize("key", ["init_from", "adapter"])
 def test_run_continues_from_another_result_and_stops_by_its_metric(tmp_path, key):
-    run = chat_run(tmp_path, evaluate_every=2)
+    run = write_chat_run(tmp_path, evaluate_every=2)
     first = train(run, tmp_path / "first")
     document = json.loads(run.read_text())
     first_out = tmp_path / "first" / "out"
@@ -64,7 +64,7 @@ def test_run_continues_from_another_result_and_stops_by_its_metric(tmp_path, key
     adapters = [(out / name / "adapter_model.safetensors") for name in ("best", "adapter")]
     assert all(path.is_file() for path in adapters), [*out.iterdir()]
     with Cluster(tmp_path / "second", "--expect-workers", "1", "--resume", "--from-step", "2") as c:
-        c.worker("w0", "--backend", "cpu")
+        c.start_worker("w0", "--backend", "cpu")
         repeated_result = c.result()
     assert repeated_result["weights_digest"] == second["weights_digest"]
     for arguments in (

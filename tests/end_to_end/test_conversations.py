@@ -11,18 +11,20 @@ import pytest
 from protocol.spec.model_card import read_card
 from tests.cluster import Cluster
 from tests.commands import run_command
-from tests.small_chat import chat_run, dpo_run, packed_run
-from tests.tool_chat import tool_run
+from tests.small_chat import write_chat_run, write_dpo_run, write_packed_run
+from tests.tool_chat import write_tool_run
 
 
 def int4_run(directory: Path) -> Path:
     """Write a chat run whose base stays in 4 bits."""
-    return chat_run(directory, model={"source": str(directory / "model"), "base_dtype": "int4"})
+    return write_chat_run(
+        directory, model={"source": str(directory / "model"), "base_dtype": "int4"}
+    )
 
 
 def float16_run(directory: Path) -> Path:
     """Write a chat run whose loss scale overflows at first, and again after each step."""
-    run = chat_run(directory)
+    run = write_chat_run(directory)
     document = json.loads(run.read_text())
     document["model"] |= {"precision": "float16", "loss_scale": 2.0**24, "loss_scale_every": 1}
     document["log"], document["checkpoint"] = "full", {"keep_log": True, "every": 2}
@@ -31,8 +33,8 @@ def float16_run(directory: Path) -> Path:
 
 
 RUNS = {
-    "chat": chat_run, "dpo": dpo_run, "int4": int4_run, "float16": float16_run,
-    "packed": packed_run, "tools": tool_run,
+    "chat": write_chat_run, "dpo": write_dpo_run, "int4": int4_run, "float16": float16_run,
+    "packed": write_packed_run, "tools": write_tool_run,
 }  # fmt: skip
 SLOW = {"float16", "int4", "packed", "tools"}
 """Kinds with slow tests only; quick tests of their parts: test_float16.py,
@@ -44,7 +46,7 @@ KINDS = [pytest.param(kind, marks=pytest.mark.slow if kind in SLOW else ()) for 
 def train(run: Path, out: Path, workers: int) -> dict[str, Any]:
     with Cluster(out, "--expect-workers", str(workers), "--run", str(run)) as cluster:
         for number in range(workers):
-            cluster.worker(f"w{number}", "--backend", "cpu")
+            cluster.start_worker(f"w{number}", "--backend", "cpu")
         return cluster.result()
 
 
@@ -77,18 +79,18 @@ def test_several_workers_learn_the_same_as_one(single_worker_run, tmp_path, work
 def test_killed_and_late_workers_do_not_change_the_result(single_worker_run, tmp_path):
     run, reference, _ = single_worker_run
     with Cluster(tmp_path, "--expect-workers", "3", "--run", str(run)) as cluster:
-        holds = [cluster.paused_worker(f"w{n}", 1, "--backend", "cpu") for n in range(3)]
+        holds = [cluster.start_paused_worker(f"w{n}", 1, "--backend", "cpu") for n in range(3)]
         for hold in holds:
             hold.wait_until_paused()
         cluster.workers["w1"].kill()
         cluster.wait_for("worker_lost", worker="w1")
-        cluster.worker("late", "--backend", "cpu")
+        cluster.start_worker("late", "--backend", "cpu")
         cluster.wait_for("worker_joined", worker="late")
         for hold in holds:
             if hold is not holds[1]:
                 hold.release()
         result = cluster.result()
-        assert cluster.has_reassigned_work(), cluster.events()
+        assert cluster.has_reassigned_work(), cluster.event_names()
     assert_same(result, reference)
     assert result["workers"]["late"] > 0
 

@@ -58,7 +58,7 @@ def reference_result(run_spec: Path) -> dict[str, Any]:
     with Cluster(
         run_spec.parent / "alone", "--expect-workers", "1", "--run", str(run_spec)
     ) as cluster:
-        cluster.worker("w0", *WORKER)
+        cluster.start_worker("w0", *WORKER)
         return cluster.result()
 
 
@@ -72,7 +72,7 @@ def assert_same(result: dict[str, Any], run_spec: Path) -> None:
 def test_any_number_of_workers_gives_one_result(run_spec, tmp_path, workers):
     with Cluster(tmp_path, "--expect-workers", str(workers), "--run", str(run_spec)) as cluster:
         for number in range(workers):
-            cluster.worker(f"w{number}", *WORKER)
+            cluster.start_worker(f"w{number}", *WORKER)
         result = cluster.result()
     assert_same(result, run_spec)
     assert all(result["workers"].values())
@@ -87,17 +87,17 @@ def test_killed_and_late_workers_in_each_phase_do_not_change_the_result(
     run_spec, tmp_path, hold_point
 ):
     with Cluster(tmp_path, "--expect-workers", "3", "--run", str(run_spec)) as cluster:
-        holds = [cluster.paused_worker(f"w{n}", hold_point, *WORKER) for n in range(3)]
+        holds = [cluster.start_paused_worker(f"w{n}", hold_point, *WORKER) for n in range(3)]
         for hold in holds:
             hold.wait_until_paused()
         cluster.workers["w1"].kill()
         cluster.wait_for("worker_lost", worker="w1")
-        cluster.worker("w3", *WORKER)
+        cluster.start_worker("w3", *WORKER)
         cluster.wait_for("worker_joined", worker="w3")
         for hold in (holds[0], holds[2]):
             hold.release()
         result = cluster.result()
-        assert cluster.has_reassigned_work(), cluster.events()
+        assert cluster.has_reassigned_work(), cluster.event_names()
     assert_same(result, run_spec)
     assert result["workers"]["w3"] > 0
 
@@ -111,7 +111,7 @@ def test_coordinator_killed_in_each_phase_resumes_with_the_same_result(
         "--run", str(run_spec), "--resume",
     )  # fmt: skip
     with Cluster(tmp_path, *arguments) as first:
-        worker = first.paused_worker("w0", hold_point, *WORKER)
+        worker = first.start_paused_worker("w0", hold_point, *WORKER)
         worker.wait_until_paused()
         first.coordinator.send_signal(signal.SIGKILL)
         first.wait_for_exit(first.coordinator)
@@ -125,7 +125,7 @@ def test_coordinator_killed_in_each_phase_resumes_with_the_same_result(
 
 def test_worker_with_two_processes_gives_the_same_result(run_spec, tmp_path):
     with Cluster(tmp_path, "--expect-workers", "2", "--run", str(run_spec)) as cluster:
-        cluster.worker("w0", *WORKER, "--gpus", "0,1")
+        cluster.start_worker("w0", *WORKER, "--gpus", "0,1")
         result = cluster.result()
     assert_same(result, run_spec)
 
@@ -134,7 +134,7 @@ def test_sharded_topology_gives_the_same_result(run_spec, tmp_path):
     arguments = ("--run", str(run_spec), "--set", "exchange.topology=sharded")
     with Cluster(tmp_path, "--expect-workers", "3", *arguments) as cluster:
         for number in range(3):
-            cluster.worker(f"w{number}", *WORKER)
+            cluster.start_worker(f"w{number}", *WORKER)
         result = cluster.result()
     assert_same(result, run_spec)
 
@@ -145,7 +145,7 @@ def canonical_job(directory: Path) -> tuple[Path, dict[str, Any]]:
     arithmetic = {"mode": "canonical", "multiply_add": "separate"}
     run = embed_run(directory, arithmetic=arithmetic, checkpoint={"keep_log": True})
     with Cluster(directory / "alone", "--expect-workers", "1", "--run", str(run)) as cluster:
-        cluster.worker("w0", *WORKER)
+        cluster.start_worker("w0", *WORKER)
         return run, cluster.result()
 
 
@@ -159,9 +159,9 @@ def test_a_cpu_and_a_vulkan_device_have_one_digest(tmp_path_factory, tmp_path, t
     run, expected = canonical_job(tmp_path_factory.getbasetemp() / "canonical")
     arguments = ("--run", str(run), "--set", f"exchange.topology={topology}")
     with Cluster(tmp_path, "--expect-workers", "3", *arguments) as cluster:
-        cluster.worker("w0", *WORKER)
-        cluster.worker("w1", "--backend", "vulkan")
-        victim = cluster.paused_worker("w2", "1g", "--backend", "vulkan")
+        cluster.start_worker("w0", *WORKER)
+        cluster.start_worker("w1", "--backend", "vulkan")
+        victim = cluster.start_paused_worker("w2", "1g", "--backend", "vulkan")
         victim.wait_until_paused()
         cluster.workers["w2"].kill()
         cluster.wait_for("worker_lost", worker="w2")

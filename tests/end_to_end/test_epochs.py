@@ -30,7 +30,7 @@ def train(directory: Path, workers: int, optimizer: dict[str, Any]) -> dict[str,
     run.write_text(yaml.safe_dump({**RUN, "optimizer": optimizer}))
     with Cluster(directory, "--expect-workers", str(workers), "--run", str(run)) as cluster:
         for number in range(workers):
-            cluster.worker(f"w{number}", "--backend", "cpu")
+            cluster.start_worker(f"w{number}", "--backend", "cpu")
         return cluster.result()
 
 
@@ -72,7 +72,7 @@ def test_run_stops_by_its_metric_and_saves_the_best_model(tmp_path):
         run.write_text(yaml.safe_dump(document))
         with Cluster(directory, "--expect-workers", str(workers), "--run", str(run)) as cluster:
             for number in range(workers):
-                cluster.worker(f"w{number}", "--backend", "cpu")
+                cluster.start_worker(f"w{number}", "--backend", "cpu")
             results.append(cluster.result())
         audit = run_command("coordinator", "audit", str(directory / "out"))
         assert audit.returncode == 0, audit.stdout

@@ -23,9 +23,9 @@ def test_evaluator_runs_beside_training_without_delay(tmp_path):
 
     scripted = ("--backend", "scripted")
     with Cluster(tmp_path / "c", "--expect-workers", "1", "--run", str(spec)) as cluster:
-        cluster.paused_worker("eva", 25, *scripted, "--duty", "evaluate")
+        cluster.start_paused_worker("eva", 25, *scripted, "--duty", "evaluate")
         cluster.wait_for("worker_connected", worker="eva")
-        ann = cluster.paused_worker("ann", 11, *scripted)
+        ann = cluster.start_paused_worker("ann", 11, *scripted)
         ann.wait_until_paused()
         evaluation = cluster.wait_for("evaluated")
         assert evaluation["step"] in (10, 11)

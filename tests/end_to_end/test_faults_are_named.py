@@ -14,7 +14,9 @@ def test_flipped_bit_names_its_worker_and_continue_repairs_it(tmp_path):
         arguments = ("--coordinator", cluster.address["data"], "--backend", "scripted", "--name")
         cluster.workers["odd"] = start("tests.corrupted_worker", "10", *arguments, "odd")
         # The others wait for the deviating worker, however late it answers.
-        holds = [cluster.paused_worker(name, 10, "--backend", "scripted") for name in ("w0", "w1")]
+        holds = [
+            cluster.start_paused_worker(name, 10, "--backend", "scripted") for name in ("w0", "w1")
+        ]
         halt = cluster.wait_for("halted")
         assert "'odd'" in halt["reason"]
         assert "'w0'" not in halt["reason"]
@@ -28,7 +30,7 @@ def test_flipped_bit_names_its_worker_and_continue_repairs_it(tmp_path):
         cluster.ask("POST", "/continue", {})
         result = cluster.result()
     with Cluster(tmp_path / "alone", "--expect-workers", "1", *run_options) as cluster:
-        cluster.worker("w0", "--backend", "scripted")
+        cluster.start_worker("w0", "--backend", "scripted")
         reference = cluster.result()
     assert result["weights_digest"] == reference["weights_digest"]
 
@@ -39,8 +41,8 @@ def test_divergence_halts_and_the_step_can_be_skipped(tmp_path):
     with Cluster(
         tmp_path, "--expect-workers", "2", "--run", str(RUNS / "regress.yaml"), *diverging_options
     ) as cluster:
-        cluster.worker("w0", "--backend", "cpu")
-        cluster.worker("w1", "--backend", "cpu")
+        cluster.start_worker("w0", "--backend", "cpu")
+        cluster.start_worker("w1", "--backend", "cpu")
         halt = cluster.wait_for("halted")
         assert "non-finite" in halt["reason"]
         assert "worker 'w" in halt["reason"]
@@ -64,7 +66,7 @@ def test_drained_halted_run_exits_with_1(tmp_path):
         tmp_path, "--expect-workers", "1", "--run", str(RUNS / "regress.yaml"),
         "--set", "optimizer.lr=1000",
     ) as cluster:  # fmt: skip
-        cluster.worker("w0", "--backend", "cpu")
+        cluster.start_worker("w0", "--backend", "cpu")
         cluster.wait_for("halted")
         cluster.coordinator.terminate()
         assert cluster.wait_for_exit(cluster.coordinator) == 1

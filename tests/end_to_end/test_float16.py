@@ -18,7 +18,7 @@ def train(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     with Cluster(out, "--expect-workers", str(workers), "--run", str(run)) as cluster:
         for number in range(workers):
-            cluster.worker(f"w{number}", "--backend", backend)
+            cluster.start_worker(f"w{number}", "--backend", backend)
         result = cluster.result()
         return result, cluster.events_named("loss_scale_halved")
 

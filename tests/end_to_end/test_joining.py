@@ -78,7 +78,7 @@ def test_other_machine_joins_with_the_token_and_returns_without(tmp_path, own_ho
     with Cluster(tmp_path, "--expect-workers", "2", *arguments) as cluster:
         secrets = secrets_of(own_home)
         token = run_coordinator("token", "show")
-        first_worker = cluster.worker(
+        first_worker = cluster.start_worker(
             "far",
             "--backend",
             "scripted",
@@ -94,10 +94,10 @@ def test_other_machine_joins_with_the_token_and_returns_without(tmp_path, own_ho
         close_process(first_worker)
         cluster.wait_for("worker_disconnected", worker="far")
         run_coordinator("token", "rotate")
-        second_worker = cluster.worker(
+        second_worker = cluster.start_worker(
             "far", "--backend", "scripted", environment=remote_environment(tmp_path)
         )
-        cluster.worker("near", "--backend", "scripted")
+        cluster.start_worker("near", "--backend", "scripted")
         secrets += secrets_of(own_home)
         status = cluster.ask("GET", "/status")
         assert status["encryption"] == "TLS 1.3"
@@ -120,12 +120,12 @@ def test_wrong_token_gives_one_line_and_exit_code_77(tmp_path, own_home):
         wrong_certificate = JoinToken(b"x" * 32, valid_token.secret).reveal()
         for name, token in (("a", wrong_secret), ("b", wrong_certificate)):
             environment = remote_environment(tmp_path, SAMESTEP_TOKEN=token)
-            worker = cluster.worker(name, "--backend", "scripted", environment=environment)
+            worker = cluster.start_worker(name, "--backend", "scripted", environment=environment)
             assert cluster.wait_for_exit(worker) == 77
             line = last_line(worker)
             assert "coordinator token show" in line
             assert token.partition(".")[2] not in line
-        rejected_worker = cluster.worker("c", environment=remote_environment(tmp_path))
+        rejected_worker = cluster.start_worker("c", environment=remote_environment(tmp_path))
         assert cluster.wait_for_exit(rejected_worker) == 77
         assert "no join token" in last_line(rejected_worker)
         assert not cluster.events_named("worker_connected")
@@ -135,8 +135,10 @@ def test_a_revoked_worker_ends_with_77(tmp_path):
     with Cluster(tmp_path, "--expect-workers", "2") as cluster:
         token = run_coordinator("token", "show")
         environment = remote_environment(tmp_path, SAMESTEP_TOKEN=token)
-        remote_worker = cluster.worker("far", "--backend", "scripted", environment=environment)
-        cluster.worker("near", "--backend", "scripted")
+        remote_worker = cluster.start_worker(
+            "far", "--backend", "scripted", environment=environment
+        )
+        cluster.start_worker("near", "--backend", "scripted")
         cluster.wait_for("worker_connected", worker="far")
         cluster.wait_for("worker_connected", worker="near")
         assert "the key of 'far' is revoked" in run_coordinator("token", "revoke", "far")
@@ -147,7 +149,7 @@ def test_a_revoked_worker_ends_with_77(tmp_path):
             remote_environment(tmp_path),
             remote_environment(tmp_path, SAMESTEP_TOKEN=token),
         ):
-            returned_worker = cluster.worker("far", environment=environment)
+            returned_worker = cluster.start_worker("far", environment=environment)
             assert cluster.wait_for_exit(returned_worker) == 77
             close_process(returned_worker)
         workers = cluster.ask("GET", "/status")["workers"]
@@ -166,22 +168,22 @@ def test_token_file_that_others_may_read_is_refused(tmp_path, own_home):
 
 def test_plaintext_needs_a_flag_on_both_sides_and_is_shown(tmp_path, run_options):
     with Cluster(tmp_path, "--expect-workers", "1", "--plaintext", *run_options) as cluster:
-        tls_worker = cluster.worker("tls", "--backend", "scripted")
+        tls_worker = cluster.start_worker("tls", "--backend", "scripted")
         assert cluster.wait_for_exit(tls_worker) == 78
         assert "--plaintext" in last_line(tls_worker)
-        rejected_worker = cluster.worker(
+        rejected_worker = cluster.start_worker(
             "stranger", "--plaintext", environment=remote_environment(tmp_path)
         )
         assert cluster.wait_for_exit(rejected_worker) == 77
         assert cluster.ask("GET", "/status")["encryption"] == "none (--plaintext)"
         assert "NOT ENCRYPTED" in run_coordinator("status", "--control", cluster.address["control"])
-        cluster.worker("w", "--plaintext", "--backend", "scripted")
+        cluster.start_worker("w", "--plaintext", "--backend", "scripted")
         assert cluster.result()["workers"].keys() == {"w"}
 
 
 def test_plaintext_worker_is_refused_by_a_tls_coordinator(tmp_path):
     with Cluster(tmp_path, "--expect-workers", "1") as cluster:
-        plaintext_worker = cluster.worker("plain", "--plaintext")
+        plaintext_worker = cluster.start_worker("plain", "--plaintext")
         assert cluster.wait_for_exit(plaintext_worker) == 78
         line = "worker: the coordinator speaks TLS: start this worker without --plaintext"
         assert last_line(plaintext_worker) == line

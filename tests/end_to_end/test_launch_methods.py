@@ -18,9 +18,9 @@ from protocol.spec.manifest import CaptureLayout
 from tests import processes
 from tests.cluster import Cluster
 from tests.samestep.scripts import HEAD, RunningScript, close, standard_error_of
-from tests.sample_capture import capture_of
-from tests.small_chat import chat_run, dpo_run
-from tests.small_decoder import decoder_run
+from tests.sample_capture import write_capture
+from tests.small_chat import write_chat_run, write_dpo_run
+from tests.small_decoder import write_decoder_run
 
 STEPS = 3
 LLAMA = {
@@ -47,7 +47,7 @@ def teacher_run(directory: Path) -> Path:
 
 def student_run(directory: Path) -> Path:
     layout = CaptureLayout(tokens=12, vocabulary=50, top_k=4)
-    logits = capture_of(directory / "teacher", layout, 3, steps_of_a_file=4)
+    logits = write_capture(directory / "teacher", layout, 3, steps_per_file=4)
     return write_run(
         directory, task="distil", model={"config": LLAMA},
         data={"train": str(logits), "holdout": 0.25},
@@ -56,7 +56,7 @@ def student_run(directory: Path) -> Path:
 
 def quantized_decoder_run(directory: Path, **model: Any) -> Path:
     """Write a causal-lm run with these changes of its section `model`."""
-    path = decoder_run("causal-lm", directory, steps=STEPS)
+    path = write_decoder_run("causal-lm", directory, steps=STEPS)
     document = json.loads(path.read_text())
     document["model"] |= model
     path.write_text(json.dumps(document))
@@ -67,18 +67,18 @@ REPLICAS = {"count": 2, "inner_steps": 2}
 TASKS: dict[str, Callable[[Path], Path]] = {
     "regress": lambda d: write_run(d, task="regress", regress={"samples": 64}),
     "digits": lambda d: write_run(d, task="digits", digits={"hidden": [8, 8], "dropout": 0.1}),
-    "classify": lambda d: decoder_run("classify", d, steps=STEPS),
+    "classify": lambda d: write_decoder_run("classify", d, steps=STEPS),
     "causal-lm, base in int8": quantized_decoder_run,
     "causal-lm, in float16": lambda d: quantized_decoder_run(
         d, base_dtype="float32", precision="float16"
     ),
-    "chat": lambda d: chat_run(d, steps=STEPS),
-    "dpo": lambda d: dpo_run(d, steps=STEPS),
+    "chat": lambda d: write_chat_run(d, steps=STEPS),
+    "dpo": lambda d: write_dpo_run(d, steps=STEPS),
     "teacher-logits": teacher_run,
     "distil": student_run,
     "a custom task": lambda d: write_run(d, task="tests.frozen_base_task:FrozenBase"),
     "buffers that forward changes": lambda d: write_run(
-        d, task="tests.buffers_task:Normed", batch=BATCH | {"unit": "microbatch"}
+        d, task="tests.buffers_task:BuffersTask", batch=BATCH | {"unit": "microbatch"}
     ),
     "replicas": lambda d: write_run(d, task="regress", regress={"samples": 64}, replicas=REPLICAS),
     "canonical": lambda d: write_run(d, task="digits", arithmetic={"mode": "canonical"}),
@@ -119,7 +119,7 @@ def run_on_two_devices(directory: Path, run: Path) -> object:
 def run_on_two_workers(directory: Path, run: Path) -> object:
     with Cluster(directory, "--expect-workers", "2", "--run", str(run)) as cluster:
         for name in ("ann", "bob"):
-            cluster.worker(name, "--backend", "cpu")
+            cluster.start_worker(name, "--backend", "cpu")
         cluster.result()
         return digest_in(directory / "out")
 
@@ -127,7 +127,7 @@ def run_on_two_workers(directory: Path, run: Path) -> object:
 def resume_run(directory: Path, run: Path) -> object:
     """Kill the coordinator after the worker's first step, and start both again."""
     with Cluster(directory, "--expect-workers", "1", "--run", str(run)) as cluster:
-        hold = cluster.paused_worker("ann", 1, "--backend", "cpu")
+        hold = cluster.start_paused_worker("ann", 1, "--backend", "cpu")
         hold.wait_until_paused()
         cluster.coordinator.send_signal(signal.SIGKILL)
         cluster.wait_for_exit(cluster.coordinator)
@@ -136,7 +136,7 @@ def resume_run(directory: Path, run: Path) -> object:
 
 def submit_run(directory: Path, run: Path) -> object:
     with Cluster(directory, "--expect-workers", "2") as cluster:
-        cluster.worker("ann", "--backend", "cpu", "--gpus", "0,1")
+        cluster.start_worker("ann", "--backend", "cpu", "--gpus", "0,1")
         control = ("--control", cluster.address["control"])
         submission = processes.run_to_end("coordinator", "submit", str(run), *control)
         assert submission.returncode == 0, submission.stderr
@@ -224,7 +224,7 @@ def run_script(directory: Path, **environment: str) -> str:
 
 def run_joined_script(directory: Path, workers: int, *arguments: str) -> str:
     script = RunningScript(write_script(directory), {"workers": str(workers)})
-    other = script.worker("other", "--backend", "cpu", *arguments)
+    other = script.start_worker("other", "--backend", "cpu", *arguments)
     digest = script_digest(script.wait_for_success())
     assert other.wait(processes.PATIENCE_S) == 0, standard_error_of(other)
     close(other)
@@ -241,7 +241,7 @@ def join_script_with_two_devices(directory: Path) -> str:
 
 def kill_and_resume_script(directory: Path) -> str:
     script = RunningScript(write_script(directory), {"workers": "2"})
-    hold, other = script.paused_worker("other", 1)
+    hold, other = script.start_paused_worker("other", 1)
     hold.wait_until_paused()
     script.process.send_signal(signal.SIGKILL)
     script.process.wait(processes.PATIENCE_S)

@@ -63,7 +63,7 @@ def test_same_bits_without_any_of_the_features(tmp_path):
     (tmp_path / "run.yaml").write_text(REGRESS)
     arguments = ("--expect-workers", "1", "--run", str(tmp_path / "run.yaml"))
     with Cluster(tmp_path / "a", *arguments) as cluster:
-        cluster.worker("here", "--backend", "cpu")
+        cluster.start_worker("here", "--backend", "cpu")
         expected = cluster.result()["weights_digest"]
     with Cluster(tmp_path / "b", *arguments) as cluster:
         worker_without(cluster, tmp_path / "home", "there", ALL_FEATURES, backend="cpu")

@@ -45,10 +45,10 @@ def test_two_devices_are_one_member_with_the_same_bits(tmp_path):
     """The gradients are real, of the task regress."""
     run_options = ("--run", str(RUNS / "regress.yaml"), "--set", "steps=10")
     with Cluster(tmp_path / "one", "--expect-workers", "1", *run_options) as cluster:
-        cluster.worker("w0", "--backend", "cpu")
+        cluster.start_worker("w0", "--backend", "cpu")
         reference = digest(cluster)
     with Cluster(tmp_path / "two", "--expect-workers", "2", *run_options) as cluster:
-        worker = cluster.worker("box", "--backend", "cpu", "--gpus", "0,1")
+        worker = cluster.start_worker("box", "--backend", "cpu", "--gpus", "0,1")
         assert digest(cluster) == reference
         assert cluster.result()["workers"].keys() == {"box"}
         assert cluster.wait_for_exit(worker) == 0
@@ -59,14 +59,14 @@ def test_multi_device_owners_have_the_bits_of_the_star(tmp_path):
     """The devices of one worker are one peer, beside a local worker of the coordinator."""
     run_options = ("--run", spec_of(tmp_path, 60))
     with Cluster(tmp_path / "star", "--expect-workers", "1", *run_options) as cluster:
-        cluster.worker("w0", "--backend", "scripted")
+        cluster.start_worker("w0", "--backend", "scripted")
         star = digest(cluster)
     sharded_option = ("--set", "exchange.topology=sharded")
     with Cluster(
         tmp_path / "sharded", "--expect-workers", "5", *run_options, *sharded_option
     ) as cluster:
-        workers = [cluster.worker(name, *TWO_DEVICES) for name in ("one", "other")]
-        workers.append(cluster.worker("alone", "--backend", "scripted:2"))
+        workers = [cluster.start_worker(name, *TWO_DEVICES) for name in ("one", "other")]
+        workers.append(cluster.start_worker("alone", "--backend", "scripted:2"))
         assert digest(cluster) == star
         owners = [set(event["owners"]) for event in cluster.events_named("owners")]
         assert {"one", "other", "alone"} in owners
@@ -76,10 +76,10 @@ def test_multi_device_owners_have_the_bits_of_the_star(tmp_path):
 
 def test_killed_device_process_is_restarted_and_the_worker_stays(tmp_path):
     with Cluster(tmp_path / "one", "--expect-workers", "1", "--run", spec_of(tmp_path, 60)) as one:
-        one.worker("w0", "--backend", "scripted")
+        one.start_worker("w0", "--backend", "scripted")
         reference = digest(one)
     with Cluster(tmp_path / "two", "--expect-workers", "2", "--run", spec_of(tmp_path, 60)) as two:
-        worker = two.worker("box", *TWO_DEVICES)
+        worker = two.start_worker("box", *TWO_DEVICES)
         two.wait_for("committed", step=3)
         os.kill(device_processes(worker)[1], signal.SIGKILL)
         assert digest(two) == reference
@@ -111,7 +111,7 @@ def test_kill_9_leaves_no_device_process(tmp_path, command):
     # The children of a freshly started process are not forks.
     is_fresh = command == "coordinator"
     with Cluster(tmp_path, "--expect-workers", "2", *run_options, fresh=is_fresh) as cluster:
-        worker = cluster.worker("box", *TWO_DEVICES).pid if command == "worker" else None
+        worker = cluster.start_worker("box", *TWO_DEVICES).pid if command == "worker" else None
         cluster.wait_for("committed", step=1)
         worker = worker or device_processes(cluster.coordinator)[0]
         process_fds = [os.pidfd_open(pid) for pid in (worker, *device_processes(worker))]
@@ -133,7 +133,7 @@ def test_non_finite_gradients_name_the_device(tmp_path):
         "steps=30",
     )
     with Cluster(tmp_path, "--expect-workers", "2", *run_options) as cluster:
-        cluster.worker("box", "--backend", "cpu", "--gpus", "0,1")
+        cluster.start_worker("box", "--backend", "cpu", "--gpus", "0,1")
         halt = cluster.wait_for("halted")
     assert "non-finite" in halt["reason"]
     assert "from worker 'box', device 'cpu" in halt["reason"]

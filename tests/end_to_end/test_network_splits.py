@@ -32,7 +32,7 @@ def reference(tmp_path_factory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("reference")
     arguments = ("--expect-workers", "1", "--run", str(write_spec(directory)))
     with Cluster(directory, *arguments) as cluster:
-        cluster.worker("w0", "--backend", "scripted")
+        cluster.start_worker("w0", "--backend", "scripted")
         return cluster.result()
 
 
@@ -69,7 +69,7 @@ def test_disconnected_worker_is_noticed_and_returns(tmp_path, reference):
     def scenario(split):
         cluster = split.cluster
         cluster.wait_for("committed", step=4)
-        mark, cut_s = cluster.mark(), time.monotonic()
+        mark, cut_s = cluster.event_count(), time.monotonic()
         split.hosts.cut("w1")
         # The others continue before anyone notices.
         straggler = cluster.wait_for("straggler", worker="w1", start=mark)
@@ -92,13 +92,13 @@ def test_disconnected_coordinator_commits_nothing_and_all_return(tmp_path, refer
     def scenario(split):
         cluster = split.cluster
         cluster.wait_for("committed", step=4)
-        mark = cluster.mark()
+        mark = cluster.event_count()
         split.hosts.cut("c")
         for name in ("w0", "w1"):
             cluster.wait_for("worker_disconnected", worker=name, start=mark)
         step = cluster.ask("GET", "/status")["step"]
         assert cluster.ask("GET", "/status")["waiting_for"] == "a worker: all have left"
-        mark = cluster.mark()
+        mark = cluster.event_count()
         split.hosts.mend("c")
         assert cluster.wait_for("worker_joined", start=mark)["step"] == step, (
             "nothing was committed without workers"

@@ -40,7 +40,7 @@ def train(
         *overrides,
     ) as cluster:  # fmt: skip
         for number, arguments in enumerate(workers):
-            cluster.worker(f"w{number}", *arguments)
+            cluster.start_worker(f"w{number}", *arguments)
         result = cluster.result()
     audit = run_command("coordinator", "audit", str(directory / "out"))
     assert audit.returncode == 0, audit.stdout

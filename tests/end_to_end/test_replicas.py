@@ -21,7 +21,7 @@ from protocol.spec.run_spec import parse_run_spec
 from protocol.spec.sections.document import read_yaml
 from tests.cluster import PATIENCE_S, RUNS
 from tests.event_loop import on_uvloop
-from tests.live_service import Scripted, live_service, scripted_spec, undisturbed
+from tests.live_service import ScriptedFactory, live_service, run_undisturbed, scripted_spec
 from tests.small_decoder import document, save_small_decoder
 from tests.worker.tasks.test_own import documented_example
 from worker.tasks.registry import build
@@ -61,7 +61,7 @@ async def train(directory, spec, workers, device="cpu"):
     async with live_service(directory, workers) as live:
         run_id = live.service.submit(spec)
         for number in range(workers):
-            live.worker(f"w{number}", backend_factory=DeviceFactory(device))
+            live.start_worker(f"w{number}", backend_factory=DeviceFactory(device))
             # torch captures one model at a time per process.
             await live.wait_for("worker_ready", worker=f"w{number}")
         return await live.result(run_id)
@@ -192,12 +192,12 @@ async def test_2_3_and_8_workers_with_one_killed_have_the_digest_of_one(
     for workers in (2, 3, 8):
         async with live_service(tmp_path / str(workers), workers) as live:
             for number in range(workers):
-                live.worker(f"{workers}-{number}", backend_factory=DeviceFactory())
+                live.start_worker(f"{workers}-{number}", backend_factory=DeviceFactory())
             run_id = live.service.submit(spec)
             victim = await wait_for_progress(progress_queue, *live.workers)
             kill(live, victim)
             several_workers = await live.result(run_id)
-            assert live.first("worker_lost", worker=victim), "the run ended before the kill"
+            assert live.find_event("worker_lost", worker=victim), "the run ended before the kill"
         assert digest_and_losses(several_workers) == digest_and_losses(single_worker)
         assert several_workers["eval"] == single_worker["eval"]
 
@@ -260,15 +260,15 @@ def kill(live, name):
 @on_uvloop
 async def test_inner_phase_of_a_lost_worker_is_reassigned(tmp_path, progress_queue, inner_state):
     async with live_service(tmp_path / "lost", 2) as live:
-        live.worker("w0", backend_factory=Scripted(4))
-        live.worker("w1", backend_factory=Scripted(4))
+        live.start_worker("w0", backend_factory=ScriptedFactory(4))
+        live.start_worker("w1", backend_factory=ScriptedFactory(4))
         run_id = live.service.submit(slow_spec(inner_state=inner_state))
         await wait_for_progress(progress_queue, "w1")
         kill(live, "w1")
-        live.worker("w2", backend_factory=Scripted(1))
+        live.start_worker("w2", backend_factory=ScriptedFactory(1))
         result = await live.result(run_id)
         assert live.events_named("reassigned")
-    expected = await undisturbed(tmp_path / "calm", slow_spec(inner_state=inner_state))
+    expected = await run_undisturbed(tmp_path / "calm", slow_spec(inner_state=inner_state))
     assert digest_and_losses(result) == digest_and_losses(expected)
 
 
@@ -276,7 +276,7 @@ async def test_inner_phase_of_a_lost_worker_is_reassigned(tmp_path, progress_que
 async def test_more_workers_than_replicas_stand_by_and_take_over(tmp_path, progress_queue):
     async with live_service(tmp_path / "many", 3) as live:
         for number in range(3):
-            live.worker(f"w{number}", backend_factory=Scripted(4))
+            live.start_worker(f"w{number}", backend_factory=ScriptedFactory(4))
         run_id = live.service.submit(slow_spec())
         busy_worker = await wait_for_progress(progress_queue, "w0", "w1", "w2")
         lines = list(status_lines(status_document(live.service, 0.0)))
@@ -284,7 +284,7 @@ async def test_more_workers_than_replicas_stand_by_and_take_over(tmp_path, progr
         assert any(re.search(r"w\d: active.*, replica [01]: step \d+ of 12", x) for x in lines)
         kill(live, busy_worker)
         result = await live.result(run_id)
-    expected = await undisturbed(tmp_path / "calm", slow_spec())
+    expected = await run_undisturbed(tmp_path / "calm", slow_spec())
     assert digest_and_losses(result) == digest_and_losses(expected)
 
 
@@ -292,9 +292,9 @@ async def test_more_workers_than_replicas_stand_by_and_take_over(tmp_path, progr
 async def test_restarted_coordinator_continues_with_carried_states(tmp_path):
     """The service stops between two rounds; a new one resumes in its directory."""
     spec = slow_spec(inner_state="carry", codec="topk")
-    expected = await undisturbed(tmp_path / "calm", spec)
+    expected = await run_undisturbed(tmp_path / "calm", spec)
     async with live_service(tmp_path / "run", 1) as live:
-        live.worker("w0", backend_factory=Scripted(2))
+        live.start_worker("w0", backend_factory=ScriptedFactory(2))
         run_id = live.service.submit(spec)
         await live.wait_for("committed", step=1)
         assert live.service.current is not None
@@ -308,7 +308,7 @@ async def test_restarted_coordinator_continues_with_carried_states(tmp_path):
     newest_file.write_bytes(content)
     async with live_service(tmp_path / "run", 1) as live:
         live.service.resume(directory)
-        live.worker("w1", backend_factory=Scripted(0))
+        live.start_worker("w1", backend_factory=ScriptedFactory(0))
         result = await live.result(run_id)
     assert digest_and_losses(result) == digest_and_losses(expected)
     names = sorted(path.name for path in (directory / "replicas").glob("own-*"))
@@ -357,7 +357,7 @@ async def test_per_replica_states_must_match_the_commit(tmp_path):
         state_file.write_bytes(original)
     async with live_service(tmp_path / "run", 1) as live:
         live.service.resume(run, from_step=2)
-        live.worker("w0", backend_factory=DeviceFactory())
+        live.start_worker("w0", backend_factory=DeviceFactory())
         assert digest_and_losses(await live.result(run.name)) == digest_and_losses(expected)
     assert [path.name for path in run.glob("set-aside/*/replicas/*")] == ["own-3"]
     assert audit(run).ok, audit(run).lines()

@@ -136,7 +136,7 @@ def test_a_drained_run_continues(run_options, tmp_path, finished_out):
         *run_options,
     )
     with Cluster(tmp_path, *arguments, "--resume") as cluster:
-        worker = cluster.paused_worker("w0", 16, "--backend", "scripted")
+        worker = cluster.start_paused_worker("w0", 16, "--backend", "scripted")
         worker.wait_until_paused()
         cluster.coordinator.terminate()
         cluster.wait_for("draining")
@@ -145,7 +145,7 @@ def test_a_drained_run_continues(run_options, tmp_path, finished_out):
         assert drained_result["outcome"] == "drained"
         assert 15 < drained_result["steps"] < STEPS
     with Cluster(tmp_path, *arguments, "--resume") as cluster:
-        cluster.worker("w1", "--backend", "scripted")
+        cluster.start_worker("w1", "--backend", "scripted")
         result = cluster.result()
     assert result["outcome"] == "finished"
     assert result["weights_digest"] == result_of(finished_out)["weights_digest"]
@@ -156,7 +156,7 @@ def test_a_drained_run_continues(run_options, tmp_path, finished_out):
 def test_second_signal_ends_at_once_and_prints_how_to_continue(run_options, tmp_path, finished_out):
     with Cluster(tmp_path, "--expect-workers", "1", *run_options) as cluster:
         # The step in progress does not end.
-        cluster.paused_worker("w0", 16, "--backend", "scripted").wait_until_paused()
+        cluster.start_paused_worker("w0", 16, "--backend", "scripted").wait_until_paused()
         cluster.coordinator.send_signal(signal.SIGINT)
         cluster.wait_for("draining")
         cluster.coordinator.send_signal(signal.SIGINT)
@@ -180,7 +180,7 @@ def test_a_killed_coordinator_continues_with_the_same_worker(
         "--set", f"log={mode}", "--set", "checkpoint.keep_log=true", "--resume",
     )  # fmt: skip
     with Cluster(tmp_path, *arguments) as first:
-        worker = first.paused_worker("w0", 31, "--backend", "scripted")
+        worker = first.start_paused_worker("w0", 31, "--backend", "scripted")
         worker.wait_until_paused()
         first.wait_for("checkpoint", step=24)
         first.coordinator.send_signal(signal.SIGKILL)

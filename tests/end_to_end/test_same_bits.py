@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from tests import processes
 from tests.cluster import RUNS, Cluster
-from tests.small_decoder import decoder_run
+from tests.small_decoder import write_decoder_run
 
 WORKERS = [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 8))]
 STEPS = 24
@@ -29,7 +29,7 @@ def train(
         directory, "--expect-workers", str(workers), "--run", str(RUNS / run), *arguments
     ) as cluster:
         for number in range(workers):
-            cluster.worker(f"w{number}", "--backend", backend)
+            cluster.start_worker(f"w{number}", "--backend", backend)
         return cluster.result()
 
 
@@ -90,17 +90,19 @@ def test_sample_runs_have_one_digest(tmp_path, reference_directory, run, workers
 
 def train_with_a_kill_and_a_late_worker(directory: Path, *run_options: str) -> dict[str, Any]:
     with Cluster(directory, "--expect-workers", "2", *run_options) as cluster:
-        first, second = (cluster.paused_worker(f"w{n}", 1, "--backend", "cpu") for n in range(2))
+        first, second = (
+            cluster.start_paused_worker(f"w{n}", 1, "--backend", "cpu") for n in range(2)
+        )
         first.wait_until_paused()
         second.wait_until_paused()
         cluster.workers["w1"].kill()
         cluster.wait_for("worker_lost", worker="w1")
         # The new worker needs seconds to import; without this wait the run would finish first.
-        cluster.worker("w2", "--backend", "cpu")
+        cluster.start_worker("w2", "--backend", "cpu")
         cluster.wait_for("worker_joined", worker="w2")
         first.release()
         result = cluster.result()
-        assert cluster.has_reassigned_work(), cluster.events()
+        assert cluster.has_reassigned_work(), cluster.event_names()
     assert result["exact"]
     return result
 
@@ -121,9 +123,9 @@ def test_sample_runs_with_a_killed_and_a_late_worker_have_one_digest(
 
 def test_lora_on_a_quantized_base_with_a_killed_and_a_late_worker_has_one_digest(tmp_path):
     """The texts make batches of several lengths, the last batch is smaller, and dropout is on."""
-    run_options = ("--run", str(decoder_run("classify", tmp_path)))
+    run_options = ("--run", str(write_decoder_run("classify", tmp_path)))
     with Cluster(tmp_path / "alone", "--expect-workers", "1", *run_options) as cluster:
-        cluster.worker("w0", "--backend", "cpu")
+        cluster.start_worker("w0", "--backend", "cpu")
         reference = cluster.result()
     result = train_with_a_kill_and_a_late_worker(tmp_path / "disturbed", *run_options)
     for key in ("weights_digest", "losses", "eval"):
@@ -136,7 +138,7 @@ def test_buffers_that_forward_changes_have_one_digest(tmp_path, topology):
     """One digest for one, two and four workers, one killed and one joining, and a sound audit."""
     path = tmp_path / "run.yaml"
     path.write_text(
-        "task: tests.buffers_task:Normed\nsteps: 12\nevaluate_every: 4\n"
+        "task: tests.buffers_task:BuffersTask\nsteps: 12\nevaluate_every: 4\n"
         "batch: {samples: 12, microbatch: 2, unit: microbatch}\n"
         f"exchange: {topology}\n"
     )
@@ -146,7 +148,7 @@ def test_buffers_that_forward_changes_have_one_digest(tmp_path, topology):
         directory = tmp_path / str(workers)
         with Cluster(directory, "--expect-workers", str(workers), *run_options) as cluster:
             for number in range(workers):
-                cluster.worker(f"w{number}", "--backend", "cpu")
+                cluster.start_worker(f"w{number}", "--backend", "cpu")
             results.append(cluster.result())
     results.append(train_with_a_kill_and_a_late_worker(tmp_path / "disturbed", *run_options))
     for key in ("weights_digest", "losses", "eval"):
@@ -172,7 +174,9 @@ def test_worker_killed_in_the_middle_of_a_step_does_not_change_the_digest(
     with Cluster(
         tmp_path, "--expect-workers", "3", "--run", str(RUNS / "digits.yaml"), *DIGITS
     ) as cluster:
-        holds = [cluster.paused_worker(f"w{number}", 11, "--backend", "cpu") for number in range(3)]
+        holds = [
+            cluster.start_paused_worker(f"w{number}", 11, "--backend", "cpu") for number in range(3)
+        ]
         for hold in holds:
             hold.wait_until_paused()
         cluster.workers["w1"].kill()
@@ -180,7 +184,7 @@ def test_worker_killed_in_the_middle_of_a_step_does_not_change_the_digest(
         for hold in holds:
             hold.release()
         result = cluster.result()
-        assert cluster.has_reassigned_work(), cluster.events()
+        assert cluster.has_reassigned_work(), cluster.event_names()
     assert result["weights_digest"] == reference["weights_digest"]
     assert result["losses"] == reference["losses"]
 
@@ -190,10 +194,10 @@ def test_worker_that_joins_late_does_not_change_the_digest(tmp_path, reference_d
     with Cluster(
         tmp_path, "--expect-workers", "1", "--run", str(RUNS / "digits.yaml"), *DIGITS
     ) as cluster:
-        first = cluster.paused_worker("w0", 6, "--backend", "cpu")
+        first = cluster.start_paused_worker("w0", 6, "--backend", "cpu")
         first.wait_until_paused()
         # The new worker needs seconds to import; without this wait the run would finish first.
-        cluster.worker("w1", "--backend", "cpu")
+        cluster.start_worker("w1", "--backend", "cpu")
         join_event = cluster.wait_for("worker_joined", worker="w1")
         first.release()
         result = cluster.result()
@@ -210,8 +214,8 @@ def test_others_continue_without_a_stopped_worker_until_it_returns(tmp_path, ref
         tmp_path, "--expect-workers", "2", "--run", str(RUNS / "digits.yaml"), *longer_run
     ) as cluster:
         # Each is stopped in an assigned step, before it computes any of it.
-        first = cluster.paused_worker("w0", 30, "--backend", "cpu")
-        second = cluster.paused_worker("w1", 11, "--backend", "cpu")
+        first = cluster.start_paused_worker("w0", 30, "--backend", "cpu")
+        second = cluster.start_paused_worker("w1", 11, "--backend", "cpu")
         stopped_step = second.wait_until_paused()
         cluster.workers["w1"].send_signal(signal.SIGSTOP)
         second.release()
@@ -219,7 +223,7 @@ def test_others_continue_without_a_stopped_worker_until_it_returns(tmp_path, ref
         step = first.wait_until_paused()
         cluster.workers["w0"].send_signal(signal.SIGSTOP)
         first.release()
-        mark = cluster.mark()
+        mark = cluster.event_count()
         cluster.workers["w1"].send_signal(signal.SIGCONT)
         # It applies the steps that it missed, and continues alone.
         join_event = cluster.wait_for("worker_joined", worker="w1", start=mark)
@@ -236,8 +240,10 @@ def test_unlike_instruction_sets_keep_equal_replicas(tmp_path):
     with Cluster(
         tmp_path, "--expect-workers", "2", "--run", str(RUNS / "digits.yaml"), *DIGITS
     ) as cluster:
-        cluster.worker("w0", "--backend", "cpu", environment={"ATEN_CPU_CAPABILITY": "default"})
-        cluster.worker("w1", "--backend", "cpu", environment={"ATEN_CPU_CAPABILITY": "avx2"})
+        cluster.start_worker(
+            "w0", "--backend", "cpu", environment={"ATEN_CPU_CAPABILITY": "default"}
+        )
+        cluster.start_worker("w1", "--backend", "cpu", environment={"ATEN_CPU_CAPABILITY": "avx2"})
         result = cluster.result()
         assert not cluster.events_named("halted")
     # The commit barrier compared both with the coordinator's replica after each of these steps.
@@ -249,12 +255,14 @@ def test_run_is_mixed_even_if_different_workers_joined_in_sequence(tmp_path):
     with Cluster(
         tmp_path, "--expect-workers", "1", "--run", str(RUNS / "digits.yaml"), *DIGITS
     ) as cluster:
-        cluster.paused_worker(
+        cluster.start_paused_worker(
             "w0", 6, "--backend", "cpu", environment={"ATEN_CPU_CAPABILITY": "avx2"}
         ).wait_until_paused()
         cluster.workers["w0"].kill()
         cluster.wait_for("worker_lost", worker="w0")
-        cluster.worker("w1", "--backend", "cpu", environment={"ATEN_CPU_CAPABILITY": "default"})
+        cluster.start_worker(
+            "w1", "--backend", "cpu", environment={"ATEN_CPU_CAPABILITY": "default"}
+        )
         assert cluster.result()["exact"] is False
 
 
@@ -263,10 +271,10 @@ def test_required_exactness_refuses_a_different_worker(tmp_path):
         tmp_path, "--expect-workers", "1", "--run", str(RUNS / "regress.yaml"),
         "--set", "exactness=require", "--set", "steps=2000",
     ) as cluster:  # fmt: skip
-        cluster.worker("w0", "--backend", "cpu", environment={"ATEN_CPU_CAPABILITY": "avx2"})
+        cluster.start_worker("w0", "--backend", "cpu", environment={"ATEN_CPU_CAPABILITY": "avx2"})
         cluster.wait_for("started")
         cluster.ask("POST", "/halt", {})
-        different_worker = cluster.worker(
+        different_worker = cluster.start_worker(
             "w1", "--backend", "cpu", environment={"ATEN_CPU_CAPABILITY": "default"}
         )
         assert cluster.wait_for_exit(different_worker) == 78

@@ -16,7 +16,7 @@ def test_a_payload_leaves_before_the_backward_of_the_previous_block_ends(tmp_pat
     )
     trace = tmp_path / "trace.json"
     with Cluster(tmp_path, "--expect-workers", "1", "--run", str(scripted)) as cluster:
-        worker = cluster.worker("w0", "--backend", "scripted:180", "--trace", str(trace))
+        worker = cluster.start_worker("w0", "--backend", "scripted:180", "--trace", str(trace))
         cluster.result()
         assert cluster.wait_for_exit(worker) == 0
     events = [event for event in json.loads(trace.read_text()) if event.get("args")]
@@ -42,7 +42,7 @@ def test_real_backward_streams(tmp_path):
     with Cluster(
         tmp_path, "--expect-workers", "1", "--run", str(RUNS / "digits.yaml"), *wide_options
     ) as cluster:
-        worker = cluster.worker("w0", "--backend", "cpu", "--trace", str(trace))
+        worker = cluster.start_worker("w0", "--backend", "cpu", "--trace", str(trace))
         cluster.result()
         assert cluster.wait_for_exit(worker) == 0
     events = [event for event in json.loads(trace.read_text()) if event.get("args")]

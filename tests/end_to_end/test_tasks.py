@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.cluster import Cluster
-from tests.small_chat import chat_run, save_chat_model
+from tests.small_chat import save_chat_model, write_chat_run
 from tests.small_sequences import PAIRS, TAGGED_ROWS, save_encoder_decoders
 
 ROWS: list[dict[str, Any]] = [
@@ -30,7 +30,7 @@ LORA: dict[str, dict[str, Any]] = {
 
 def write_run(kind: str, directory: Path) -> Path:
     if kind in LORA:
-        return chat_run(directory, lora={"r": 4, **LORA[kind]})
+        return write_chat_run(directory, lora={"r": 4, **LORA[kind]})
     rows, task = ROWS, "classify"
     data: dict[str, Any] = LABELS.get(kind, {})
     if kind == "seq2seq":
@@ -78,7 +78,7 @@ def _bert(directory: Path) -> Path:
 def train(run: Path, out: Path, workers: int) -> dict[str, Any]:
     with Cluster(out, "--expect-workers", str(workers), "--run", str(run)) as cluster:
         for number in range(workers):
-            cluster.worker(f"w{number}", "--backend", "cpu")
+            cluster.start_worker(f"w{number}", "--backend", "cpu")
         return cluster.result()
 
 

@@ -10,8 +10,8 @@ import pytest
 from backends.wgpu.device.adapters import adapters
 from protocol.spec.files.run_spec_file import load_run_spec
 from tests.cluster import RUNS, Cluster
-from tests.small_chat import packed_run
-from tests.small_decoder import decoder_run
+from tests.small_chat import write_packed_run
+from tests.small_decoder import write_decoder_run
 from worker.tasks.registry import build
 
 SHORT = (
@@ -34,7 +34,7 @@ def train(
         directory, "--expect-workers", count, "--run", str(RUNS / run), *arguments
     ) as cluster:
         for number, backend in enumerate(backends):
-            cluster.worker(f"w{number}", "--backend", backend)
+            cluster.start_worker(f"w{number}", "--backend", backend)
         result = cluster.result()
         for ready in cluster.events_named(
             "worker_ready"
@@ -74,7 +74,7 @@ def test_missing_adapter_gives_one_line_and_exit_code_69(tmp_path):
             f"'{available[0].name}'",
         }
         for gpus in expected:
-            cluster.worker(gpus, "--backend", "vulkan", "--gpus", gpus)
+            cluster.start_worker(gpus, "--backend", "vulkan", "--gpus", gpus)
         for gpus, reason in expected.items():
             worker = cluster.workers[gpus]
             assert cluster.wait_for_exit(worker) == 69
@@ -111,7 +111,7 @@ def batch_lengths(run: Path) -> set[int]:
 @pytest.mark.slow
 def test_packed_documents_agree_on_one_and_two_devices_and_a_cpu(tmp_path):
     """From scratch, several documents per sample: no attention across them, positions restart."""
-    run = packed_run(tmp_path)
+    run = write_packed_run(tmp_path)
     reference = train(tmp_path / "one", run, ("vulkan",))
     result = train(tmp_path / "two", run, ("vulkan", "vulkan"))
     assert result["exact"]
@@ -140,7 +140,7 @@ def test_other_runs_agree_on_one_and_two_workers(tmp_path, task):
             "steps=9",
         )
     else:
-        run = decoder_run(task, tmp_path)
+        run = write_decoder_run(task, tmp_path)
         assert len(batch_lengths(run)) == (3 if task == "classify" else 1)
     reference = train(tmp_path / "one", run, ("vulkan",), *short_settings)
     result = train(tmp_path / "two", run, ("vulkan", "vulkan"), *short_settings)

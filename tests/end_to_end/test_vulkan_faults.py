@@ -9,8 +9,8 @@ import pytest
 from backends.wgpu.device.adapters import adapters
 from tests.cluster import RUNS, Cluster
 from tests.commands import run_command
-from tests.faulty_vulkan import FaultyVulkan, compiled_layer
-from tests.small_decoder import decoder_run
+from tests.faulty_vulkan import FaultyVulkan, compile_layer
+from tests.small_decoder import write_decoder_run
 
 DIGITS = (
     "--run", str(RUNS / "digits.yaml"), "--set", "steps=12", "--set", "evaluate_every=0",
@@ -38,7 +38,7 @@ def run_options(request, tmp_path_factory) -> tuple[str, ...]:
     if request.param == "digits":
         return DIGITS
     directory = tmp_path_factory.mktemp(request.param)
-    return ("--run", str(decoder_run(request.param, directory, steps=30)))
+    return ("--run", str(write_decoder_run(request.param, directory, steps=30)))
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def reference(run_options, tmp_path_factory) -> dict[str, Any]:
     with Cluster(
         tmp_path_factory.mktemp("alone"), "--expect-workers", "1", *run_options
     ) as cluster:
-        cluster.worker("w0", *VULKAN)
+        cluster.start_worker("w0", *VULKAN)
         return cluster.result()
 
 
@@ -82,49 +82,49 @@ def error_lines(cluster: Cluster, name: str) -> list[str]:
 @pytest.mark.slow
 def test_killed_and_late_workers_do_not_change_the_result(tmp_path, run_options, reference):
     with Cluster(tmp_path, "--expect-workers", "2", *run_options) as cluster:
-        first, second = (cluster.paused_worker(f"w{n}", 6, *VULKAN) for n in range(2))
+        first, second = (cluster.start_paused_worker(f"w{n}", 6, *VULKAN) for n in range(2))
         first.wait_until_paused()
         second.wait_until_paused()
         cluster.workers["w1"].kill()
         cluster.wait_for("worker_lost", worker="w1")
         # The newcomer needs seconds to import; the run waits for it, or would finish first.
-        cluster.worker("late", *VULKAN, "--gpus", part_of_the_device_name())
+        cluster.start_worker("late", *VULKAN, "--gpus", part_of_the_device_name())
         join_event = cluster.wait_for("worker_joined", worker="late")
         first.release()
         assert join_event["step"] < len(reference["losses"])
         assert has_reference_result(cluster, reference)
-        assert cluster.has_reassigned_work(), cluster.events()
+        assert cluster.has_reassigned_work(), cluster.event_names()
         assert cluster.result()["workers"]["late"] > 0
 
 
 def test_lost_and_full_devices_do_not_change_the_result(
     tmp_path, tmp_path_factory, run_options, reference
 ):
-    layer = compiled_layer(tmp_path_factory.mktemp("layer"))
+    layer = compile_layer(tmp_path_factory.mktemp("layer"))
     faulty_devices = {
         name: FaultyVulkan(layer, tmp_path / name) for name in ("lost", "full", "never")
     }
-    faulty_devices["never"].fill()
+    faulty_devices["never"].fill_memory()
     with Cluster(tmp_path / "run", "--expect-workers", "3", *run_options) as cluster:
-        steady = cluster.paused_worker("steady", "4,8", *VULKAN)
-        victim = cluster.paused_worker(
+        steady = cluster.start_paused_worker("steady", "4,8", *VULKAN)
+        victim = cluster.start_paused_worker(
             "lost", 8, *VULKAN, environment=faulty_devices["lost"].environment
         )
         for name in ("full", "never"):
-            cluster.worker(name, *VULKAN, environment=faulty_devices[name].environment)
+            cluster.start_worker(name, *VULKAN, environment=faulty_devices[name].environment)
         steady.wait_until_paused()
-        faulty_devices["full"].fill()
+        faulty_devices["full"].fill_memory()
         steady.release()
         cluster.wait_for("worker_lost", worker="full")
         # Otherwise the steady worker would take over the other's pending work.
         steady.wait_until_paused()
         victim.wait_until_paused()
-        faulty_devices["lost"].lose()
+        faulty_devices["lost"].lose_device()
         victim.release()
         cluster.wait_for("worker_lost", worker="lost")
         steady.release()
         assert has_reference_result(cluster, reference)
-        assert cluster.has_reassigned_work(), cluster.events()
+        assert cluster.has_reassigned_work(), cluster.event_names()
 
         (line,) = error_lines(cluster, "never")
         assert "cannot be opened" in line

@@ -29,7 +29,7 @@ from tests.fuzz.member import WAIT, Member
 from tests.fuzz.memory_transport import MemoryTransport
 from tests.fuzz.mutations import MUTATIONS, split_frame
 from tests.fuzz.pure_coordinator import PureCoordinator
-from tests.live_service import LiveService, Scripted, live_service, scripted_spec
+from tests.live_service import LiveService, ScriptedFactory, live_service, scripted_spec
 from tests.message_samples import EXAMPLES, frame, join_buffers
 from tests.resident_memory import MIB, measured_growth
 from worker.logic import actions as act
@@ -41,7 +41,7 @@ MEMORY_GROWTH_BYTES = 32 * MIB
 LARGE_ELEMENTS = 1_000_000
 """Limit of a manifest's size: a broken manifest must not use up this machine's memory."""
 SPEC = scripted_spec(steps=2, evaluate_every=1)
-INITIAL = Scripted().task(SPEC).initial_parameters()
+INITIAL = ScriptedFactory().task(SPEC).initial_parameters()
 COMMON_FRAMES = [frame(EXAMPLES[kind]) for kind in (Heartbeat, Drain, Goodbye)]
 MAX_FRAMES = 24
 """More frames than an honest member sends in this run."""
@@ -58,7 +58,7 @@ async def build() -> Built:
     def emit(event: Event) -> None:
         loop.call_soon_threadsafe(built_event.set_result, event)
 
-    engine = Engine(Scripted(), emit)
+    engine = Engine(ScriptedFactory(), emit)
     engine.do(act.Build("r", SPEC, keep_state=False))
     built = await built_event
     await loop.run_in_executor(None, engine.close)

@@ -66,7 +66,7 @@ class RunningScript:
         assert line is not None, (self.lines, standard_error_of(self.process))
         return line
 
-    def worker(self, name: str, *arguments: str) -> Process:
+    def start_worker(self, name: str, *arguments: str) -> Process:
         """Start a separate worker."""
         return start(
             "worker", "--coordinator", self.address, "--name", name, *arguments,
@@ -75,9 +75,9 @@ class RunningScript:
 
     def script_worker(self, name: str) -> Process:
         """Start a worker with the script."""
-        return self.worker(name, str(self.script))
+        return self.start_worker(name, str(self.script))
 
-    def paused_worker(self, name: str, step: int) -> tuple[Hold, Process]:
+    def start_paused_worker(self, name: str, step: int) -> tuple[Hold, Process]:
         """Start a worker with the script that pauses in this step."""
         hold = Hold()
         process = start(

@@ -43,7 +43,7 @@ def test_first_example_has_one_digest_alone_and_with_a_killed_worker(tmp_path):
     two = RunningScript(
         write_script(tmp_path, EXAMPLE.read_text().replace("batch=64", "batch=64, workers=2"))
     )
-    hold, second = two.paused_worker("second", 3)
+    hold, second = two.start_paused_worker("second", 3)
     hold.wait_until_paused()
     second.kill()
     output = two.wait_for_success()
@@ -62,14 +62,14 @@ def test_joining_needs_the_script_or_its_acceptance(tmp_path):
 
     other = tmp_path / "elsewhere"
     other.mkdir()
-    differs = running_script.worker(
+    differs = running_script.start_worker(
         "differs", str(write_script(other, HEAD + fit.replace("=3", "=4")))
     )
     assert differs.wait(300) == 78
     assert "'train.py'" in said_by(differs)
-    plain_worker = running_script.worker("plain")
+    plain_worker = running_script.start_worker("plain")
     assert "worker train.py" in running_script.wait_for("plain cannot take part")
-    accepts = running_script.worker("accepts", "--accept-scripts")
+    accepts = running_script.start_worker("accepts", "--accept-scripts")
     output = running_script.wait_for_success()
     assert "accepts" in output
     assert len(digests(output)) == 1

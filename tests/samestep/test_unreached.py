@@ -92,7 +92,7 @@ print("digest", r.digest)
     assert len(expected) == 1
     path.write_text(fit.replace("WORKERS", "2"))
     two = RunningScript(path)
-    hold, second = two.paused_worker("second", 3)
+    hold, second = two.start_paused_worker("second", 3)
     hold.wait_until_paused()
     second.kill()
     assert digests(two.wait_for_success()) == expected

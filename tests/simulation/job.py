@@ -53,7 +53,7 @@ from protocol.spec.sections.checkpoint import CheckpointSpec
 from protocol.spec.sections.exchange import ExchangeSpec, Precision, Topology
 from protocol.spec.sections.optimizer import Adamw, Momentum
 from protocol.spec.sections.tasks import BatchSpec
-from tests.reference_bfloat16 import nearest
+from tests.reference_bfloat16 import round_to_bfloat16
 
 STEPS = 4
 MANY_STEPS = 40
@@ -528,7 +528,7 @@ def _noise(a: int, b: int, c: int, d: int, elements: int) -> Array:
 
 
 def _rounded(values: Any, precision: Precision) -> Any:
-    return values if precision == "float32" else nearest(values)
+    return values if precision == "float32" else round_to_bfloat16(values)
 
 
 def along_tree(count: int, leaf: Callable[[int], Any], precision: Precision = "float32") -> Any:

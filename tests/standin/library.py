@@ -22,11 +22,11 @@ from backends.eager import torch_devices
 from protocol.base.errors import DeviceError
 from tests import standin
 from tests.samestep.test_hf_trainer import SETTINGS, TEXTS, collate
-from tests.tested_backend import KIND
+from tests.tested_backend import BACKEND
 
 X = torch.linspace(-1, 1, 48)[:, None]
-DEVICE = torch_devices.torch_device(KIND, torch.accelerator.device_count() - 1)
-CARD = f"{KIND}{DEVICE.index}"
+DEVICE = torch_devices.torch_device(BACKEND, torch.accelerator.device_count() - 1)
+CARD = f"{BACKEND}{DEVICE.index}"
 IS_STANDIN = DEVICE.type == standin.NAME
 
 
@@ -108,7 +108,7 @@ def test_unsupported_operation_names_the_card():
         total: torch.Tensor = module(batch[0]).cumsum(0).square().sum()
         return total
 
-    with pytest.raises(DeviceError, match=rf"{KIND} {DEVICE.index}.*cumsum.*no fixed order"):
+    with pytest.raises(DeviceError, match=rf"{BACKEND} {DEVICE.index}.*cumsum.*no fixed order"):
         fit_on(CARD, loss=loss)
 
 

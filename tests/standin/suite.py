@@ -39,8 +39,8 @@ from protocol.spec.sections.model import ModelSpec
 from protocol.spec.sections.optimizer import Sgd
 from tests import standin
 from tests.backends.eager.test_eager import Net, batch, trainable
-from tests.sample_capture import capture_of
-from tests.small_decoder import decoder_run
+from tests.sample_capture import write_capture
+from tests.small_decoder import write_decoder_run
 from worker.models import device_memory
 from worker.models.tokens import tokenizer_in
 from worker.tasks.base.transformer import ROWS
@@ -269,7 +269,7 @@ DECODER_VARIANTS: dict[str, dict[str, Any]] = {
 def test_lora_of_a_decoder_matches_the_host_and_is_reproducible(kind, tmp_path):
     """The gradients match within rounding, because attention uses another kernel on the card."""
     source = {"source": str(tmp_path / "model"), **DECODER_VARIANTS[kind]}
-    spec = load_run_spec(decoder_run("causal-lm", tmp_path, model=source, lora={"r": 4}))
+    spec = load_run_spec(write_decoder_run("causal-lm", tmp_path, model=source, lora={"r": 4}))
     disable_dropout(tmp_path / "model")
     results = []
     for backend in ("cpu", "accelerator", "accelerator"):
@@ -352,7 +352,7 @@ def test_memory_estimate_is_within_five_percent(kind, tmp_path, monkeypatch):
     if "logits" in sizes:
         monkeypatch.setattr(vocabulary_loss, "LOGITS_AT_ONCE", sizes["logits"])
     model = {k: v for k, v in sizes.items() if k in ModelSpec.model_fields}
-    path = decoder_run(
+    path = write_decoder_run(
         sizes.get("task", "causal-lm"), tmp_path, lora=sizes["lora"],
         model={"source": str(tmp_path / "model"), **model},
         batch={"samples": 2 * sizes["microbatches"], "microbatch": 2},
@@ -376,8 +376,8 @@ def test_memory_estimate_is_within_five_percent(kind, tmp_path, monkeypatch):
     is_distilled = "task" in sizes
     if is_distilled:
         layout = CaptureLayout(tokens=sizes["tokens"], vocabulary=sizes["vocab_size"] - 96, top_k=8)
-        logits = capture_of(
-            tmp_path / "capture", layout, 2, steps_of_a_file=2,
+        logits = write_capture(
+            tmp_path / "capture", layout, 2, steps_per_file=2,
             vocabulary_digest=vocabulary_digest(tokenizer_in(tmp_path / "model").get_vocab()),
         )  # fmt: skip
         changes = [f"data={json.dumps({'train': str(logits), 'holdout': 0.25})}"]

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from benchmarks.cards import PARTS
-from tests import house
+from tests import structure
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +23,7 @@ def test_every_part_runs_or_names_the_missing_device(environment, tmp_path):
     completed = subprocess.run(
         [sys.executable, "-m", "benchmarks.cards", "--quick", "--minutes", "60",
          "--report", str(page)],
-        cwd=house.ROOT, env={**os.environ, **environment}, capture_output=True, text=True,
+        cwd=structure.ROOT, env={**os.environ, **environment}, capture_output=True, text=True,
         timeout=900, check=False,
     )  # fmt: skip
     text = page.read_text()

@@ -20,7 +20,7 @@ FEW_KERNELS, MANY_KERNELS = 20, 3000
 def expected(tmp_path_factory):
     """Return the result of a run on one CPU worker."""
     with Cluster(tmp_path_factory.mktemp("cpu"), "--expect-workers", "1", *DIGITS) as cluster:
-        cluster.worker("cpu", "--backend", "cpu")
+        cluster.start_worker("cpu", "--backend", "cpu")
         return cluster.result()
 
 
@@ -38,7 +38,7 @@ def check_result(cluster, expected):
 def test_digest_equals_that_of_a_cpu(tmp_path, environment, expected, devices):
     with Cluster(tmp_path, "--expect-workers", str(len(devices)), *DIGITS) as cluster:
         for device in devices:
-            cluster.worker(device, "--backend", device, environment=environment)
+            cluster.start_worker(device, "--backend", device, environment=environment)
         check_result(cluster, expected)
 
 
@@ -49,13 +49,13 @@ def test_broken_card_leaves_and_the_run_continues_with_the_same_bits(
     """The card breaks before it is ready, or in a step."""
     breaks = {**environment, standin.KERNELS_TO_FAULT: str(kernels)}
     with Cluster(tmp_path, "--expect-workers", "2", *DIGITS) as cluster:
-        card = cluster.worker("card", "--backend", "accelerator0", environment=breaks)
+        card = cluster.start_worker("card", "--backend", "accelerator0", environment=breaks)
         if kernels == FEW_KERNELS:
             assert cluster.wait_for_exit(card) == 1
-            cluster.worker("other", "--backend", "cpu")
-            cluster.worker("cpu", "--backend", "cpu")
+            cluster.start_worker("other", "--backend", "cpu")
+            cluster.start_worker("cpu", "--backend", "cpu")
         else:  # otherwise the run may end before the card has computed so much
-            hold = cluster.paused_worker("cpu", 1, "--backend", "cpu")
+            hold = cluster.start_paused_worker("cpu", 1, "--backend", "cpu")
             hold.wait_until_paused()
             assert cluster.wait_for_exit(card) == 1
             hold.release()
@@ -70,7 +70,7 @@ def test_broken_card_leaves_and_the_run_continues_with_the_same_bits(
 def test_two_card_worker_restarts_the_process_of_a_broken_card(tmp_path, environment, expected):
     breaks = {**environment, standin.KERNELS_TO_FAULT: str(MANY_KERNELS)}
     with Cluster(tmp_path, "--expect-workers", "2", *DIGITS) as cluster:
-        cards = cluster.worker("cards", "--backend", "accelerator", "--gpus", "0,1",
+        cards = cluster.start_worker("cards", "--backend", "accelerator", "--gpus", "0,1",
                                environment=breaks)  # fmt: skip
         check_result(cluster, expected)
         cluster.wait_for_exit(cards)
@@ -84,9 +84,9 @@ def test_two_card_worker_restarts_the_process_of_a_broken_card(tmp_path, environ
 def test_hanging_card_ends_its_worker_and_the_run_continues(tmp_path, environment, expected):
     hangs = {**environment, standin.KERNELS_TO_HANG: str(MANY_KERNELS)}
     with Cluster(tmp_path, "--expect-workers", "2", *DIGITS) as cluster:
-        card = cluster.worker("card", "--backend", "accelerator0", environment=hangs)
+        card = cluster.start_worker("card", "--backend", "accelerator0", environment=hangs)
         # Otherwise the run may end before the card has computed so much or is given up.
-        hold = cluster.paused_worker("cpu", 1, "--backend", "cpu")
+        hold = cluster.start_paused_worker("cpu", 1, "--backend", "cpu")
         hold.wait_until_paused()
         assert cluster.wait_for_exit(card) == 1
         hold.release()
@@ -101,9 +101,9 @@ def test_hanging_card_ends_its_worker_and_the_run_continues(tmp_path, environmen
 def test_card_that_hangs_before_the_first_step_ends_its_worker(tmp_path, environment, expected):
     hangs = {**environment, standin.KERNELS_TO_HANG: str(FEW_KERNELS)}
     with Cluster(tmp_path, "--expect-workers", "1", *DIGITS) as cluster:
-        card = cluster.worker("card", "--backend", "accelerator0", environment=hangs)
+        card = cluster.start_worker("card", "--backend", "accelerator0", environment=hangs)
         assert cluster.wait_for_exit(card) == 1
-        cluster.worker("cpu", "--backend", "cpu")
+        cluster.start_worker("cpu", "--backend", "cpu")
         check_result(cluster, expected)
         assert card.stderr is not None
         error_text = card.stderr.read()
@@ -114,7 +114,7 @@ def test_card_that_hangs_before_the_first_step_ends_its_worker(tmp_path, environ
 def test_hanging_card_of_two_is_restarted(tmp_path, environment, expected):
     hangs = {**environment, standin.KERNELS_TO_HANG: str(MANY_KERNELS)}
     with Cluster(tmp_path, "--expect-workers", "2", *DIGITS) as cluster:
-        cards = cluster.worker("cards", "--backend", "accelerator", "--gpus", "0,1",
+        cards = cluster.start_worker("cards", "--backend", "accelerator", "--gpus", "0,1",
                                environment=hangs)  # fmt: skip
         check_result(cluster, expected)
         cluster.wait_for_exit(cards)
@@ -129,9 +129,9 @@ def test_hanging_card_of_two_is_restarted(tmp_path, environment, expected):
 def test_card_too_small_names_the_remedy(tmp_path, environment, expected):
     small = {**environment, standin.MEMORY_LIMIT: "8192"}
     with Cluster(tmp_path, "--expect-workers", "1", *DIGITS) as cluster:
-        card = cluster.worker("card", "--backend", "accelerator0", environment=small)
+        card = cluster.start_worker("card", "--backend", "accelerator0", environment=small)
         assert cluster.wait_for_exit(card) == 1
-        cluster.worker("cpu", "--backend", "cpu")
+        cluster.start_worker("cpu", "--backend", "cpu")
         check_result(cluster, expected)
         assert card.stderr is not None
         error_text = card.stderr.read()

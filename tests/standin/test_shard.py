@@ -43,7 +43,7 @@ def start_ranks(
 def test_ranks_use_only_their_cards_and_have_the_digest_of_a_cpu(tmp_path, environment):
     run = run_file(tmp_path, FROZEN)
     with Cluster(tmp_path / "cpu", "--expect-workers", "1", "--run", run) as cluster:
-        cluster.worker("cpu", "--backend", "cpu")
+        cluster.start_worker("cpu", "--backend", "cpu")
         expected = cluster.result()["weights_digest"]
     folder = tmp_path / "touched"
     folder.mkdir()

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests import house
+from tests import structure
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,7 @@ SUITES = {
 def test_suite(environment, suite):
     command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-k", "not vulkan", *SUITES[suite]]
     completed = subprocess.run(
-        command, cwd=house.ROOT, env={**os.environ, **environment}, capture_output=True, text=True,
-        timeout=600, check=False,
+        command, cwd=structure.ROOT, env={**os.environ, **environment}, capture_output=True,
+        text=True, timeout=600, check=False,
     )  # fmt: skip
     assert completed.returncode == 0, completed.stdout[-4000:] + completed.stderr[-1000:]

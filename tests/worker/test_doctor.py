@@ -220,7 +220,7 @@ def test_path_that_drops_large_packets_is_a_failure(tmp_path, monkeypatch, sames
                 token = CoordinatorCredentials.open(samestep_home).join_token().reveal()
                 join = partial(join_findings, host, int(port), token)
                 assert hosts.run_on("b", join)[-2].outcome == "ok"
-                hosts.drop_large("b", 1000)
+                hosts.drop_large_packets("b", 1000)
                 results = {finding.check: finding for finding in hosts.run_on("b", join)}
                 assert results["token"].outcome == "ok"
                 assert results["large messages"].outcome == "failure"

@@ -8,13 +8,13 @@ from typer.testing import CliRunner
 
 from protocol.base.errors import DataError
 from protocol.spec.manifest import CaptureLayout
-from tests.sample_capture import capture_of
+from tests.sample_capture import write_capture
 from worker.cli import app
 
 
 def test_a_sample_is_shown_with_its_tokens(tmp_path):
     layout = CaptureLayout(tokens=6, vocabulary=50, top_k=4)
-    logits = capture_of(tmp_path, layout, 2, steps_of_a_file=2)
+    logits = write_capture(tmp_path, layout, 2, steps_per_file=2)
     vocabulary = {f"word{number}": number for number in range(50)}
     model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "word0"}
     document = {"version": "1.0", "added_tokens": [], "model": model}
@@ -35,10 +35,10 @@ def test_a_sample_is_shown_with_its_tokens(tmp_path):
 
 def test_a_file_that_has_changed_is_not_shown(tmp_path):
     layout = CaptureLayout(tokens=6, vocabulary=50, top_k=4)
-    logits = capture_of(tmp_path, layout, 1, steps_of_a_file=1)
+    logits = write_capture(tmp_path, layout, 1, steps_per_file=1)
     file = logits / "00000.parquet"
     # Replace the file with one of another capture.
-    other_capture = capture_of(tmp_path / "other", layout, 2, steps_of_a_file=2)
+    other_capture = write_capture(tmp_path / "other", layout, 2, steps_per_file=2)
     file.write_bytes((other_capture / "00000.parquet").read_bytes())
     result = CliRunner().invoke(app, ["logits", "show", str(file)])
     assert isinstance(result.exception, DataError)
@@ -60,6 +60,6 @@ def test_missing_files_are_described(tmp_path):
 
 def test_without_a_tokenizer_tokens_are_numbers(tmp_path):
     layout = CaptureLayout(tokens=6, vocabulary=50, top_k=4)
-    logits = capture_of(tmp_path, layout, 1, steps_of_a_file=1)
+    logits = write_capture(tmp_path, layout, 1, steps_per_file=1)
     result = CliRunner().invoke(app, ["logits", "show", str(logits / "00000.parquet")])
     assert "token " in result.output.splitlines()[3]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from backends.base.subtree_gradients import HostSums
 from protocol.exact.reduction.tree import Subtree, children
-from tests.reference_bfloat16 import nearest
+from tests.reference_bfloat16 import round_to_bfloat16
 
 Floats = NDArray[np.float32]
 
@@ -42,7 +42,7 @@ subtrees = st.builds(lambda size: Subtree(0, size), st.integers(1, 70))
 
 @given(subtrees, st.integers(1, 3), st.integers(0, 2**32 - 1))
 @pytest.mark.parametrize(
-    ("precision", "rounding"), [("float32", no_rounding), ("bfloat16", nearest)]
+    ("precision", "rounding"), [("float32", no_rounding), ("bfloat16", round_to_bfloat16)]
 )
 def test_sums_equal_those_along_the_tree_bit_for_bit(precision, rounding, subtree, blocks, seed):
     rng = np.random.default_rng(seed)

@@ -21,7 +21,7 @@ from torch.nn import functional
 from backends.base.interface import Batch, BlockGradient, Loss, Trainable
 from backends.eager.eager import EagerBackend
 from protocol.spec.sections.model import LoraSpec
-from tests.tested_backend import KIND
+from tests.tested_backend import BACKEND
 from worker.models.blocks import cut_into_blocks
 from worker.models.lora import Lora, TaskType
 
@@ -140,8 +140,8 @@ def _print_distances(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize("family", MODEL_FACTORIES)
 def test_gradients_match_the_cpu_and_are_reproducible(family, variant):
     expected, cpu_loss = gradients("cpu", family, VARIANTS[variant])
-    on_device, device_loss = gradients(KIND, family, VARIANTS[variant])
-    repeated, repeated_loss = gradients(KIND, family, VARIANTS[variant])
+    on_device, device_loss = gradients(BACKEND, family, VARIANTS[variant])
+    repeated, repeated_loss = gradients(BACKEND, family, VARIANTS[variant])
     assert [a.tobytes() for a in on_device] == [a.tobytes() for a in repeated]
     assert device_loss == repeated_loss
     is_half = VARIANTS[variant].get("precision") == "bfloat16"

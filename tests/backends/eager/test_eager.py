@@ -31,7 +31,7 @@ from protocol.base.errors import SamestepError
 from protocol.exact.reduction.absent import is_absent
 from protocol.exact.replica import aligned_zeros
 from protocol.spec.manifest import Block, TensorSpec
-from tests.tested_backend import KIND
+from tests.tested_backend import BACKEND
 
 SAMPLES, WIDTH = 6, 5
 
@@ -84,7 +84,7 @@ def batch(samples: int = SAMPLES, seed: int = 0) -> Batch:
 
 
 def compiled(job: Trainable, example: Batch | None = None) -> Program:
-    return EagerBackend(KIND).compile(job, example or batch())
+    return EagerBackend(BACKEND).compile(job, example or batch())
 
 
 def by_block(program: Program, of: Batch, seed: int = 0) -> dict[int, Array]:
@@ -123,7 +123,7 @@ def test_gradients_are_those_of_plain_torch(kind):
     assert is_absent(actual[2]), "backward does not reach the unused layer"
 
 
-@pytest.mark.skipif(KIND != "cpu", reason="a card has its own copy of the weights")
+@pytest.mark.skipif(BACKEND != "cpu", reason="a card has its own copy of the weights")
 @pytest.mark.parametrize("kind", [Net, NetWithTiedWeights])
 def test_shared_weights_use_the_arrays_and_keep_the_bits(kind):
     torch.manual_seed(0)
@@ -363,7 +363,7 @@ def test_gradient_buffer_shared_in_the_graph_is_not_modified(loss_scale):
             for each, _ in leaves
         ]
         expected.append(parts[0] + parts[1] + parts[2])
-    program = EagerBackend(KIND).compile(trainable(Positions()), batch(1))
+    program = EagerBackend(BACKEND).compile(trainable(Positions()), batch(1))
     program.loss_scale = loss_scale
     gradients = {
         item.block: item.values
@@ -387,7 +387,7 @@ class Checkpointed(nn.Module):
         return y
 
 
-@pytest.mark.skipif(KIND == "accelerator", reason="torch cannot move it to such a device")
+@pytest.mark.skipif(BACKEND == "accelerator", reason="torch cannot move it to such a device")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_torchscript_module_is_refused_in_one_line():
     job = trainable(nn.Sequential(nn.Linear(WIDTH, WIDTH)))
@@ -589,9 +589,9 @@ def test_evaluation_without_a_function_is_refused():
     program.close()
 
 
-@pytest.mark.skipif(KIND != "cpu", reason="a card's profile does not depend on its host")
+@pytest.mark.skipif(BACKEND != "cpu", reason="a card's profile does not depend on its host")
 def test_numerics_profile_differs_only_in_threads_and_names_torch_and_isa():
-    backend = EagerBackend(KIND)
+    backend = EagerBackend(BACKEND)
     one, two = backend.numerics_profile(1), backend.numerics_profile(2)
     assert {key for key in one if one[key] != two[key]} == {"threads"}
     assert one["torch"] == torch.__version__

@@ -20,7 +20,7 @@ from protocol.spec.sections.optimizer import (
     Rmsprop,
     Sgd,
 )
-from tests.tested_backend import KIND
+from tests.tested_backend import BACKEND
 from tests.torch_optimizers import torch_optimizer
 
 BLOCKS = (
@@ -63,7 +63,7 @@ def program():
     module = torch.nn.Sequential(
         torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1, bias=False)
     )
-    compiled = EagerBackend(KIND).compile(
+    compiled = EagerBackend(BACKEND).compile(
         Trainable(BLOCKS, module, lambda m, arrays: ((m(arrays["x"]) - 1) ** 2).sum()),
         batches()[0][0],
     )
@@ -119,7 +119,7 @@ def test_accumulated_gradient_hook_sees_each_microbatch_alone():
         module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1, bias=False))
         change = halved if "post" in register else lambda gradient: gradient * 0.5
         getattr(module[0].weight, register)(change)
-        program = EagerBackend(KIND).compile(
+        program = EagerBackend(BACKEND).compile(
             Trainable(BLOCKS, module, lambda m, arrays: ((m(arrays["x"]) - 1) ** 2).sum()),
             batches()[0][0],
         )
@@ -223,7 +223,7 @@ def test_unreached_parameters_stay_as_in_torch(name, on):
     reaches_expert = [any(batch.arrays["x"][0, 0] > 1.2 for batch, _ in leaves) for leaves in steps]
     assert 2 < sum(reaches_expert) < 9
     loss = lambda m, arrays: ((m(arrays["x"]) - 1) ** 2).sum()  # noqa: E731
-    program = EagerBackend(KIND).compile(Trainable(CHOSEN, module, loss), steps[0][0][0])
+    program = EagerBackend(BACKEND).compile(Trainable(CHOSEN, module, loss), steps[0][0][0])
 
     def make_steps():
         return inner_steps(program, CHOSEN, spec) if on == "device" else HostInnerSteps(

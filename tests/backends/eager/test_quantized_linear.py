@@ -19,8 +19,8 @@ from backends.quantization.quantize import dequantize, quantize
 from protocol.spec.files.run_spec_file import load_run_spec
 from protocol.spec.manifest import Block, TensorSpec
 from tests.resident_memory import MIB, Growth, measured_growth
-from tests.small_chat import chat_run
-from tests.tested_backend import KIND
+from tests.small_chat import write_chat_run
+from tests.tested_backend import BACKEND
 from worker.tasks.registry import build
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def test_dequantizing_on_a_device_equals_numpy(storage, shape):
 
 def gradients(spec: Any) -> list[bytes]:
     task = build(spec)
-    program = eager.EagerBackend(KIND).compile(task.trainable, task.batch([0, 1]))
+    program = eager.EagerBackend(BACKEND).compile(task.trainable, task.batch([0, 1]))
     program.load([values + np.float32(0.01) for values in task.initial_parameters()])
     contents = [
         item.values.tobytes() if isinstance(item, BlockGradient) else repr(item).encode()
@@ -69,7 +69,7 @@ def gradients(spec: Any) -> list[bytes]:
 def test_quantized_base_has_the_bits_of_the_dequantized_base(
     tmp_path, monkeypatch, base_dtype, overrides
 ):
-    run = chat_run(tmp_path)
+    run = write_chat_run(tmp_path)
     model = {"source": str(tmp_path / "model"), "base_dtype": base_dtype, **overrides}
     spec = load_run_spec(run, [f"model={json.dumps(model)}"])
     expected = gradients(spec)
@@ -133,7 +133,7 @@ class DeepModel(nn.Module):
 
 
 def test_half_precision_base_has_the_bits_of_torch_autocast(tmp_path, monkeypatch):
-    run = chat_run(tmp_path)
+    run = write_chat_run(tmp_path)
     model = {"source": str(tmp_path / "model"), "precision": "bfloat16"}
     spec = load_run_spec(run, [f"model={json.dumps(model)}"])
     converted = gradients(spec)
@@ -160,7 +160,7 @@ def growth_of_step(module: DeepModel, **options: Any) -> Growth:
         lambda m, arrays: (m(arrays["x"]) ** 2).sum(), **options,
     )  # fmt: skip
     batch = Batch({"x": np.ones((2, 8), np.float32)}, 2.0)
-    program = eager.EagerBackend(KIND).compile(trainable, batch)
+    program = eager.EagerBackend(BACKEND).compile(trainable, batch)
     with measured_growth() as growth:
         [*program.gradients([(batch, 0)])]
     program.close()

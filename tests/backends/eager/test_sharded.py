@@ -31,8 +31,8 @@ def test_gradients_and_evaluation_have_the_bits_of_the_whole_base(rank_results, 
 @pytest.mark.parametrize("case", CASES)
 def test_each_rank_keeps_half_of_the_base(rank_results, case):
     """Each rank also keeps small float32 tensors of layers in half precision: norms and biases."""
-    for _, kept_bytes, whole_bytes in (rank[case] for rank in rank_results):
-        assert kept_bytes < 0.53 * whole_bytes
+    for _, remaining_bytes, whole_bytes in (rank[case] for rank in rank_results):
+        assert remaining_bytes < 0.53 * whole_bytes
 
 
 def test_half_precision_takes_half_of_the_memory(rank_results):

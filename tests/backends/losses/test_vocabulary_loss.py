@@ -27,7 +27,7 @@ from tests.small_heads import (
     bert,
     cohere,
     distil_loss,
-    distillation,
+    distillation_loss,
     gemma,
     llama,
     padded_texts,
@@ -36,7 +36,7 @@ from tests.small_heads import (
     texts,
     texts_with_teacher,
 )
-from tests.tested_backend import KIND
+from tests.tested_backend import BACKEND
 from worker.models.blocks import cut_into_blocks
 from worker.models.lora import Lora
 from worker.tasks.language.dpo import dpo_loss
@@ -97,12 +97,12 @@ CASES: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients_are_those_of_all_tokens_at_once(case, monkeypatch):
     make, loss, microbatch, options = CASES[case]
-    whole = gradients(make(), loss, microbatch(), KIND, **options)
+    whole = gradients(make(), loss, microbatch(), BACKEND, **options)
     monkeypatch.setattr(vocabulary_loss, "tokens_at_once", lambda _: CHUNK_TOKENS)
     with mock.patch.object(logits_in_parts, "checkpoint", side_effect=checkpoint) as computed:
-        parts = gradients(make(), loss, microbatch(), KIND, **options)
+        parts = gradients(make(), loss, microbatch(), BACKEND, **options)
     assert computed.call_count >= 48 // CHUNK_TOKENS
-    repeated = gradients(make(), loss, microbatch(), KIND, **options)
+    repeated = gradients(make(), loss, microbatch(), BACKEND, **options)
     assert parts[0] == pytest.approx(whole[0], rel=FLOAT32_TOLERANCE / 10)
     for actual, expected in zip(parts[1], whole[1], strict=True):
         assert np.linalg.norm(actual - expected) <= FLOAT32_TOLERANCE * np.linalg.norm(expected)
@@ -115,8 +115,8 @@ def test_few_logits_have_the_bits_of_a_plain_loss(case):
     """Few logits are computed at once, as without this module."""
     make, loss, microbatch, options = CASES[case]
     [loss_sum, blocks], plain = (
-        gradients(make(), loss, microbatch(), KIND, **options),
-        gradients(make(), partial(plain_loss, case=case), microbatch(), KIND, **options),
+        gradients(make(), loss, microbatch(), BACKEND, **options),
+        gradients(make(), partial(plain_loss, case=case), microbatch(), BACKEND, **options),
     )
     assert loss_sum == plain[0]
     assert [block.tobytes() for block in blocks] == [block.tobytes() for block in plain[1]]
@@ -134,7 +134,7 @@ def plain_loss(module: Any, arrays: Any, case: str) -> torch.Tensor:
         inputs["use_cache"] = False
     logits = module(**inputs).logits.float()
     if case == "distilled":
-        return distillation().total(logits, arrays)
+        return distillation_loss().total(logits, arrays)
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
@@ -167,7 +167,7 @@ def test_head_that_mixes_tokens_is_computed_whole(form):
 def test_dropout_of_a_head_is_drawn_once(monkeypatch):
     def parts() -> Any:
         module = adapted(llama(), targets=("q_proj", "lm_head"), dropout=0.5)
-        return gradients(module, TOKEN_LOSS, texts(), KIND, unit="microbatch")[1]
+        return gradients(module, TOKEN_LOSS, texts(), BACKEND, unit="microbatch")[1]
 
     expected = parts()
     monkeypatch.setattr(logits_in_parts, "checkpoint", lambda f, *args, **_: f(*args))

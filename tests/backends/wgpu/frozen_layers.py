@@ -76,4 +76,4 @@ def measure(base_dtype: str) -> int:
             program.evaluate(example)
         program.close()
     device.close()
-    return growth.kept_bytes
+    return growth.remaining_bytes

@@ -28,8 +28,8 @@ from tests.durable_run import (
     RUN_ID,
     SPEC,
     WrittenRun,
+    initial_replica,
     read_journal,
-    state_zero,
     written_run,
 )
 
@@ -297,7 +297,7 @@ def test_replay_is_claimed_only_after_a_replay(tmp_path):
 
 
 def test_replaced_model_is_found(run):
-    write_model(run, MANIFEST, state_zero())
+    write_model(run, MANIFEST, initial_replica())
     assert failed_check_names(run) == {"result"}
     (run / "adapter" / "adapter_model.safetensors").write_bytes(b"odd")
     assert failed_check_names(run) == {"result"}

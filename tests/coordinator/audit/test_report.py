@@ -67,7 +67,7 @@ def write_eventful_run(path):
     run = WrittenRun(path, skip=(4,))
     run.step()
     run.step()
-    run.view("lost", "a", worker="b")
+    run.record_view("lost", "a", worker="b")
     run.journal.append(
         Fault(term=1, step=2, what="straggler", worker="a", reason=EVIL, response="subtrees moved")
     )
@@ -76,7 +76,7 @@ def write_eventful_run(path):
     run.crash_and_resume()
     run.journal.append(Halted(term=2, step=3, attempt=0, reason="NaN in block 'head'", worker="a"))
     run.journal.append(CommandReceived(term=2, step=3, command="continue", source="control port"))
-    run.view("joined", "a", "b", worker="b")
+    run.record_view("joined", "a", "b", worker="b")
     while run.replica.step < SPEC.steps:
         run.step()
     return run.finish()

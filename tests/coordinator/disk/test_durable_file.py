@@ -21,7 +21,7 @@ from coordinator.disk.durable_file import (
 )
 from coordinator.storage.states.checkpoint import write_checkpoint
 from protocol.base.errors import StorageFailed, UsageError
-from tests.durable_run import MANIFEST, RUN_ID, state_zero
+from tests.durable_run import MANIFEST, RUN_ID, initial_replica
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_file_is_synced_before_its_rename_and_its_directory_after(tmp_path, unsy
 
 
 def test_checkpoint_is_synced_before_its_rename(tmp_path, unsynced_renames):
-    write_checkpoint(tmp_path / "c", MANIFEST, state_zero(), run_id=RUN_ID, term=1, losses=[])
+    write_checkpoint(tmp_path / "c", MANIFEST, initial_replica(), run_id=RUN_ID, term=1, losses=[])
     assert [name for name in unsynced_renames if ".part" not in name] == []
 
 

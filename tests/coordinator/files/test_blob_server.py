@@ -39,7 +39,7 @@ async def invite(live: LiveService, worker: HostileWorker, index: BlobIndex | No
     spec = scripted_spec(task=reading_task.NAME, data={"train": path})
     run_id = live.service.submit(spec, blobs=index)
     await worker.join()
-    start = await worker.until(StartRun)
+    start = await worker.wait_for_message(StartRun)
     assert start.blobs == (index.digest if index is not None else None)
     worker.run_id = run_id
     return run_id
@@ -68,7 +68,7 @@ async def test_chunks_are_sent_in_order_and_from_any_offset(tmp_path, index):
             assert await receive_chunk(worker) == (offset, CONTENT[offset:][: limits.BODY_BYTES])
         ask(worker, index.digest, 0)
         assert await receive_chunk(worker) == (0, index.listing.to_bytes())
-        assert live.first("worker_lost") is None
+        assert live.find_event("worker_lost") is None
 
 
 @on_uvloop
@@ -107,7 +107,7 @@ async def test_request_for_an_unlisted_file_ends_the_connection(
     async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as worker:
         await invite(live, worker, index)
         ask(worker, digest or file_digest(index), offset)
-        goodbye = await worker.farewell()
+        goodbye = await worker.wait_for_goodbye()
         assert goodbye is not None
         assert reason in goodbye.reason
         await live.wait_for("worker_lost", worker=worker.name)
@@ -119,7 +119,7 @@ async def test_a_run_without_blobs_serves_none(tmp_path):
     async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as worker:
         await invite(live, worker, None)
         ask(worker, "0" * 64, 0)
-        goodbye = await worker.farewell()
+        goodbye = await worker.wait_for_goodbye()
         assert goodbye is not None
         assert "is not a blob of this run" in goodbye.reason
 
@@ -163,7 +163,7 @@ async def test_worker_that_leaves_during_a_download_does_not_stop_the_run(tmp_pa
             await worker.receive()
         await live.wait_for("worker_lost", worker=worker.name)
         for name in ("w0", "w1"):
-            live.worker(name, cache=tmp_path / "cache")
+            live.start_worker(name, cache=tmp_path / "cache")
         run_id = next(e["run_id"] for e in live.events if e["event"] == "run_accepted")
         await live.result(run_id)
         assert not live.events_named("internal_error")
@@ -177,14 +177,14 @@ async def test_steps_continue_while_a_joiner_is_served(tmp_path, index):
         data={"train": str(index.blobs[file_digest(index)].content)},
     )  # fmt: skip
     async with live_service(tmp_path, 1) as live:
-        live.worker("w0", cache=tmp_path / "cache")
+        live.start_worker("w0", cache=tmp_path / "cache")
         run_id = live.service.submit(spec, blobs=index)
         await live.wait_for("started")
         async with HostileWorker(live.port) as joiner:
             joiner.run_id = run_id
             await joiner.join()
             before, chunks_served = len(live.events_named("committed")), 0
-            while live.first("run_ended") is None and chunks_served < 30:
+            while live.find_event("run_ended") is None and chunks_served < 30:
                 ask(joiner, file_digest(index), 0)
                 await receive_chunk(joiner)
                 chunks_served += 1

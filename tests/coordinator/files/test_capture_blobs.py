@@ -13,14 +13,14 @@ from protocol.base.errors import DataError
 from protocol.datasets.capture_check import digest_of_file, vocabulary_digest
 from protocol.spec.manifest import CaptureLayout
 from protocol.spec.run_spec import RunSpec, parse_run_spec
-from tests.sample_capture import capture_of
+from tests.sample_capture import write_capture
 
 LAYOUT = CaptureLayout(tokens=4, vocabulary=50, top_k=3, temperature=2.0)
 
 
 @pytest.fixture
 def logits(tmp_path) -> Path:
-    return capture_of(tmp_path, LAYOUT, 4, steps_of_a_file=2)
+    return write_capture(tmp_path, LAYOUT, 4, steps_per_file=2)
 
 
 def spec_of(logits: Path, **changes: Any) -> RunSpec:

@@ -143,7 +143,7 @@ async def test_unauthenticated_connection_counts_for_a_while(tmp_path, monkeypat
 async def test_members_do_not_count_as_unauthenticated(tmp_path):
     async with live_service(tmp_path, 1) as live:
         for number in range(limits.UNAUTHENTICATED_CONNECTIONS_PER_ADDRESS + 2):
-            live.worker(f"w{number}")
+            live.start_worker(f"w{number}")
         for number in range(limits.UNAUTHENTICATED_CONNECTIONS_PER_ADDRESS + 2):
             await live.wait_for("worker_connected", worker=f"w{number}")
         assert not live.service._pending
@@ -185,7 +185,7 @@ def test_loopback_addresses_are_recognized(host, loopback):
 @on_uvloop
 async def test_worker_of_this_user_joins_by_the_unix_socket(tmp_path):
     async with live_service(tmp_path, 1) as live:
-        live.worker("w0")
+        live.start_worker("w0")
         await live.result(live.service.submit(scripted_spec(steps=1)))
         channel = live.service.sessions["w0"].channel
         assert (channel.peer, channel.is_local, channel.certificate) == ("this machine", True, None)
@@ -198,9 +198,9 @@ async def test_proof_cannot_be_relayed_between_unix_socket_and_port(tmp_path):
             assert (await worker.join()).key
         for is_local in (True, False):
             async with HostileWorker(live.port, is_local=is_local) as relay:
-                relay.greet()
+                relay.send_hello()
                 token = CoordinatorCredentials.open().join_token()
-                challenge = await relay.until(Challenge)
+                challenge = await relay.wait_for_message(Challenge)
                 fingerprint = token.fingerprint if is_local else on_this_machine(token.fingerprint)
                 with pytest.raises(NotAuthorized):
                     answer(relay.hello, challenge, fingerprint, token.secret)
@@ -208,6 +208,6 @@ async def test_proof_cannot_be_relayed_between_unix_socket_and_port(tmp_path):
                     "worker", token.secret
                 )
                 relay.send(Proof(proof=proof))
-                goodbye = await relay.farewell()
+                goodbye = await relay.wait_for_goodbye()
                 assert goodbye is not None
                 assert goodbye.exit_code == ExitCode.NOT_AUTHORIZED

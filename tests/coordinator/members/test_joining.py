@@ -31,7 +31,7 @@ from protocol.wire.messages import Challenge, Hello, Proof, Welcome
 from tests.durable_run import read_journal
 from tests.event_loop import on_uvloop
 from tests.hostile_worker import HostileWorker
-from tests.live_service import PATIENCE_S, LiveService, Scripted, live_service, scripted_spec
+from tests.live_service import PATIENCE_S, LiveService, ScriptedFactory, live_service, scripted_spec
 from tests.message_samples import EXAMPLES, frame, join_buffers
 from worker.join.credentials import WorkerCredentials
 from worker.shell.client import Client, Target
@@ -55,7 +55,7 @@ def remote_credentials(tmp_path: Path, token: str = "") -> WorkerCredentials:
 
 def client(port: int, credentials: WorkerCredentials, name: str = "w") -> Client:
     target = Target("127.0.0.1", port, name, "scripted", 20.0)
-    return Client(target, Scripted(), credentials, lambda _: None)
+    return Client(target, ScriptedFactory(), credentials, lambda _: None)
 
 
 async def refusal(port: int, credentials: WorkerCredentials) -> str:
@@ -132,8 +132,8 @@ async def test_worker_retries_while_keys_are_unreadable(tmp_path):
         path = keys.keys._path
         path.unlink()
         path.symlink_to(path)
-        member.greet(name="ann", enrolled=True)
-        goodbye = await member.farewell()
+        member.send_hello(name="ann", enrolled=True)
+        goodbye = await member.wait_for_goodbye()
         assert goodbye is not None
         assert "cannot check workers: cannot read" in goodbye.reason
         assert goodbye.retry
@@ -166,11 +166,11 @@ async def test_key_is_bound_to_its_worker_name(tmp_path):
         credentials = CoordinatorCredentials.open()
         assert credentials.enrol("ann")
         key = credentials.enrol("bob")
-        attacker.greet(name="ann", enrolled=True)
-        challenge = await attacker.until(Challenge)
+        attacker.send_hello(name="ann", enrolled=True)
+        challenge = await attacker.wait_for_message(Challenge)
         exchange = Exchange(attacker.hello, challenge.nonce, credentials.fingerprint)
         attacker.send(Proof(proof=exchange.prove("worker", key)))
-        goodbye = await attacker.farewell()
+        goodbye = await attacker.wait_for_goodbye()
         assert goodbye is not None
         assert goodbye.exit_code == ExitCode.NOT_AUTHORIZED
 
@@ -229,8 +229,8 @@ async def test_proof_of_another_connection_is_refused(tmp_path, change):
     """The attacker has recorded a valid handshake, or relays between two TLS connections."""
     async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as attacker:
         token = CoordinatorCredentials.open().join_token()
-        attacker.greet()
-        challenge = await attacker.until(Challenge)
+        attacker.send_hello()
+        challenge = await attacker.wait_for_message(Challenge)
         hello, nonce, certificate = attacker.hello, challenge.nonce, token.fingerprint
         if change == "another worker nonce":
             hello = hello.model_copy(update={"nonce": new_nonce()})
@@ -243,7 +243,7 @@ async def test_proof_of_another_connection_is_refused(tmp_path, change):
         role = "coordinator" if change == "mirror" else "worker"
         proof = Exchange(hello, nonce, certificate).prove(role, token.secret)  # type: ignore[arg-type]
         attacker.send(Proof(proof=proof))
-        goodbye = await attacker.farewell()
+        goodbye = await attacker.wait_for_goodbye()
         assert goodbye is not None
         assert goodbye.exit_code == ExitCode.NOT_AUTHORIZED
         assert not live.service.sessions
@@ -254,18 +254,21 @@ async def test_replayed_handshake_is_refused(tmp_path):
     async with live_service(tmp_path, 1) as live:
         token = CoordinatorCredentials.open().join_token()
         async with HostileWorker(live.port) as member:
-            member.greet()
+            member.send_hello()
             proof = answer(
-                member.hello, await member.until(Challenge), token.fingerprint, token.secret
+                member.hello,
+                await member.wait_for_message(Challenge),
+                token.fingerprint,
+                token.secret,
             )
             member.send(proof)
-            await member.until(Welcome)
+            await member.wait_for_message(Welcome)
             recorded_hello = member.hello
         async with HostileWorker(live.port) as replayer:
             replayer.send(recorded_hello)
-            await replayer.until(Challenge)
+            await replayer.wait_for_message(Challenge)
             replayer.send(proof)
-            goodbye = await replayer.farewell()
+            goodbye = await replayer.wait_for_goodbye()
             assert goodbye is not None
             assert goodbye.exit_code == ExitCode.NOT_AUTHORIZED
 
@@ -284,11 +287,11 @@ async def check_refusal_before_the_welcome(
 ) -> None:
     async with live_service(directory, 1) as live, HostileWorker(live.port) as newcomer:
         if after_hello:
-            newcomer.greet()
-            await newcomer.until(Challenge)
+            newcomer.send_hello()
+            await newcomer.wait_for_message(Challenge)
         newcomer.send_bytes(frame(EXAMPLES[kind]))
         async with asyncio.timeout(limits.HANDSHAKE_TIMEOUT_MS / 1000 - 1):
-            goodbye = await newcomer.farewell()
+            goodbye = await newcomer.wait_for_goodbye()
         assert goodbye is not None, kind
         assert goodbye.exit_code in (ExitCode.FAILED, ExitCode.NOT_AUTHORIZED), kind
         assert not live.service.sessions, kind
@@ -410,7 +413,7 @@ async def test_impostor_that_skips_the_proof_is_rejected(tmp_path, first):
         target = Target("127.0.0.1", impostor.port, "w", "scripted", 0.5)
         with pytest.raises(Unreachable, match="Welcome is not expected"):
             async with asyncio.timeout(PATIENCE_S):
-                await Client(target, Scripted(), secrets, received.append).serve()
+                await Client(target, ScriptedFactory(), secrets, received.append).serve()
     assert Proof not in [type(message) for message in impostor.received]
     assert not any("joined" in line or "building" in line for line in received)
     assert not list((tmp_path / "elsewhere").rglob("*.key"))

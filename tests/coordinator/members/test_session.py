@@ -212,7 +212,7 @@ async def test_returning_worker_replaces_its_old_connection(tmp_path):
     ):
         assert (await before.join(name="w")).worker == "w"
         assert (await after.join(name="w")).worker == "w"
-        assert await before.farewell() is None
+        assert await before.wait_for_goodbye() is None
         departure = await live.wait_for("worker_disconnected", worker="w")
         assert departure["reason"] == "the worker has connected again"
         assert list(live.service.sessions) == ["w"]
@@ -224,8 +224,8 @@ async def test_dismissed_worker_leaves_with_that_reason(tmp_path):
     async with live_service(tmp_path, 1) as live, HostileWorker(live.port, "w") as worker:
         await worker.join()
         worker.send(messages.Drain())
-        await worker.until(messages.Goodbye)
-        worker.vanish()
+        await worker.wait_for_message(messages.Goodbye)
+        worker.abort()
         departure = await live.wait_for("worker_disconnected", worker="w")
         assert departure["reason"] == "drained"
 
@@ -247,7 +247,7 @@ async def test_silent_member_is_lost_and_live_member_stays(tmp_path, monkeypatch
     monkeypatch.setattr(limits, "LIVENESS_TIMEOUT_MS", 100_000)
     monkeypatch.setattr(limits, "STALL_TIMEOUT_MS", 1500)
     async with live_service(tmp_path, 1) as live:
-        live.worker("living")
+        live.start_worker("living")
         async with HostileWorker(live.port, "silent") as silent_worker:
             await silent_worker.join()
             event = await live.wait_for("worker_disconnected", worker="silent")
@@ -262,7 +262,7 @@ async def test_members_receive_a_goodbye_when_the_service_ends(tmp_path):
         async with worker:
             await worker.join()
             await live.service.stop()
-            goodbye = await worker.farewell()
+            goodbye = await worker.wait_for_goodbye()
             assert goodbye is not None
             assert goodbye.exit_code == ExitCode.OK
             assert not goodbye.retry

@@ -27,7 +27,7 @@ from protocol.base import limits
 from protocol.base.errors import ExitCode, Unreachable, UsageError
 from tests.event_loop import on_uvloop
 from tests.free_ports import free_address
-from tests.live_service import LiveService, live_service, scripted_spec, undisturbed
+from tests.live_service import LiveService, live_service, run_undisturbed, scripted_spec
 from tests.processes import run_to_end
 from tests.silent_address import dead_name_server
 
@@ -95,7 +95,7 @@ async def test_health_readiness_and_page_are_served(tmp_path):
     async with operating(tmp_path) as operator:
         assert await operator.ask("GET", "/healthz") == (200, {"ok": True})
         assert await operator.ask("GET", "/readyz") == (503, {"ready": False})
-        operator.live.worker("w0")
+        operator.live.start_worker("w0")
         await operator.live.wait_for("worker_connected", worker="w0")
         assert await operator.ask("GET", "/readyz") == (200, {"ready": True})
         async with operator.http.get(f"http://{operator.address}/") as answer:
@@ -219,7 +219,7 @@ async def test_run_is_submitted_halted_continued_and_drained(tmp_path):
         assert code == 200
         run_id = document["run_id"]
         assert run_id.startswith("scripted-")
-        live.worker("w0")
+        live.start_worker("w0")
         await live.wait_for("committed", step=2)
 
         assert await operator.post("/halt") == (200, {"phase": "halted"})
@@ -255,14 +255,14 @@ async def test_run_is_submitted_halted_continued_and_drained(tmp_path):
 @on_uvloop
 async def test_abandoned_run_continues_by_its_name(tmp_path):
     """A coordinator that continues with unfinished runs does not resume it by itself."""
-    reference = await undisturbed(tmp_path / "undisturbed", scripted_spec(steps=40))
+    reference = await run_undisturbed(tmp_path / "undisturbed", scripted_spec(steps=40))
     runs = tmp_path / "runs"
     async with operating(runs) as operator:
         live = operator.live
         assert (await operator.post("/give-up"))[0] == 409
         _, first = await operator.post("/submit", {"run": {**SPEC, "steps": 40}})
         _, second = await operator.post("/submit", {"run": SPEC})
-        live.worker("w0")
+        live.start_worker("w0")
         await live.wait_for("committed", step=2)
         await operator.post("/halt")
         code, answer = await operator.post("/give-up")
@@ -301,11 +301,11 @@ async def test_run_that_waits_for_workers_can_be_abandoned(tmp_path):
 
 @on_uvloop
 async def test_halt_does_not_change_a_bit(tmp_path):
-    reference = await undisturbed(tmp_path / "undisturbed", scripted_spec(steps=40))
+    reference = await run_undisturbed(tmp_path / "undisturbed", scripted_spec(steps=40))
     async with operating(tmp_path) as operator:
         live = operator.live
         _, document = await operator.post("/submit", {"run": {**SPEC, "steps": 40}})
-        live.worker("w0")
+        live.start_worker("w0")
         for step in (1, 3, 7):
             await live.wait_for("committed", step=step)
             if (await operator.post("/halt"))[0] == 200:
@@ -322,7 +322,7 @@ async def test_runs_start_in_sequence_and_status_names_waiting_ones(tmp_path):
         ids = [(await operator.post("/submit", {"run": SPEC}))[1]["run_id"] for _ in range(3)]
         assert len(set(ids)) == 3
         assert (await operator.status())["queued_runs"] == ids[1:]
-        operator.live.worker("w0")
+        operator.live.start_worker("w0")
         digests = {(await operator.live.result(run_id))["weights_digest"] for run_id in ids}
         assert len(digests) == 1
         started_runs = [event["run_id"] for event in operator.live.events_named("run_accepted")]
@@ -339,7 +339,7 @@ async def test_runs_start_in_sequence_and_status_names_waiting_ones(tmp_path):
 async def test_status_document_describes_a_training_run(tmp_path):
     async with operating(tmp_path) as operator:
         await operator.post("/submit", {"run": LONG})
-        operator.live.worker("w0")
+        operator.live.start_worker("w0")
         await operator.live.wait_for("committed", step=3)
         status = await operator.status()
         assert status["phase"] == "training"
@@ -375,7 +375,7 @@ async def test_metrics_are_in_prometheus_format(tmp_path):
 
         assert (await figures())["samestep_workers"] == 0
         await operator.post("/submit", {"run": LONG})
-        operator.live.worker("w0")
+        operator.live.start_worker("w0")
         await operator.live.wait_for("committed", step=2)
         await operator.post("/halt")
         halt = await operator.live.wait_for("halted")
@@ -397,7 +397,7 @@ async def test_event_stream_reports_all_events_in_order(tmp_path):
         async with operator.http.get(f"http://{operator.address}/events") as stream:
             assert stream.content_type == "text/event-stream"
             _, document = await operator.post("/submit", {"run": SPEC})
-            operator.live.worker("w0")
+            operator.live.start_worker("w0")
             async with asyncio.timeout(20):
                 async for line in stream.content:
                     if line.startswith(b"data: "):

@@ -199,11 +199,11 @@ async def test_page_without_a_token_only_requests_one(open_pages):
 async def test_page_shows_each_phase_of_a_run(open_pages):
     async with open_pages(2) as page:
         operator = page.operator
-        operator.live.worker("mars")
+        operator.live.start_worker("mars")
         _, submission = await operator.post("/submit", {"run": LONG})
         await page.wait_for_text("lines", "1 more worker")
         await page.save_pictures("waiting")
-        operator.live.worker("venus")
+        operator.live.start_worker("venus")
         await page.wait_for_text("phase", "training")
         await page.until("page.charts['chart-loss'].data[0].length > 3")
         await page.save_pictures("training")
@@ -244,7 +244,7 @@ async def test_page_shows_each_phase_of_a_run(open_pages):
 @on_uvloop
 async def test_run_is_submitted_and_compared_on_the_page(open_pages):
     async with open_pages() as page:
-        page.operator.live.worker("mars")
+        page.operator.live.start_worker("mars")
         text = json.dumps(SPEC)  # YAML, too
         await page.run(
             "const spec = document.getElementById('spec'); spec.closest('details').open = true;"
@@ -288,7 +288,7 @@ async def test_run_is_submitted_and_compared_on_the_page(open_pages):
 @on_uvloop
 async def test_abandoned_run_is_resumed_on_the_page(open_pages):
     async with open_pages() as page:
-        page.operator.live.worker("mars")
+        page.operator.live.start_worker("mars")
         await page.operator.post("/submit", {"run": LONG})
         await page.wait_for_text("phase", "training")
         await page.act("give-up")
@@ -304,7 +304,7 @@ async def test_abandoned_run_is_resumed_on_the_page(open_pages):
 @on_uvloop
 async def test_revoked_worker_disappears(open_pages):
     async with open_pages() as page:
-        page.operator.live.worker("mars")
+        page.operator.live.start_worker("mars")
         await page.until("document.querySelector('#workers button')")
         await page.click("#workers button")
         await page.until("document.getElementById('confirm').open")
@@ -319,7 +319,7 @@ async def test_revoked_worker_disappears(open_pages):
 async def test_hostile_name_is_harmless_and_nothing_overflows(open_pages, width):
     async with open_pages() as page:
         await page.set_width(width)
-        page.operator.live.worker("mars")
+        page.operator.live.start_worker("mars")
         _, submission = await page.operator.post("/submit", {"run": SPEC})
         await page.operator.live.result(submission["run_id"])
         journal = Journal(page.operator.live.service.finished.directory / "journal.jsonl")
@@ -337,7 +337,7 @@ async def test_hostile_name_is_harmless_and_nothing_overflows(open_pages, width)
 @on_uvloop
 async def test_ten_thousand_steps_are_drawn_in_under_a_second(open_pages):
     async with open_pages() as page:
-        page.operator.live.worker("mars")
+        page.operator.live.start_worker("mars")
         _, submission = await page.operator.post("/submit", {"run": SPEC})
         await page.operator.live.result(submission["run_id"])
         journal = Journal(page.operator.live.service.finished.directory / "journal.jsonl")

@@ -52,7 +52,7 @@ async def test_history_is_available_during_and_after_a_run(tmp_path):
     async with operating(tmp_path) as operator:
         code, document = await operator.ask("GET", "/history")
         assert (code, document["exit_code"]) == (400, 2)
-        operator.live.worker("w0")
+        operator.live.start_worker("w0")
         _, first = await operator.post("/submit", {"run": SPEC})
         await operator.live.result(first["run_id"])
         _, second = await operator.post("/submit", {"run": LONG})
@@ -74,7 +74,7 @@ async def test_history_is_available_during_and_after_a_run(tmp_path):
 @on_uvloop
 async def test_only_the_unreadable_run_is_omitted(tmp_path):
     async with operating(tmp_path) as operator:
-        operator.live.worker("w0")
+        operator.live.start_worker("w0")
         _, submission = await operator.post("/submit", {"run": SPEC})
         await operator.live.result(submission["run_id"])
         _, damaged = await operator.post("/submit", {"run": SPEC})
@@ -94,7 +94,7 @@ async def test_only_the_unreadable_run_is_omitted(tmp_path):
 @on_uvloop
 async def test_invalid_history_query_is_a_one_line_error(tmp_path, query, expected_text):
     async with operating(tmp_path) as operator:
-        operator.live.worker("w0")
+        operator.live.start_worker("w0")
         _, submission = await operator.post("/submit", {"run": SPEC})
         await operator.live.result(submission["run_id"])
         code, document = await operator.ask("GET", f"/history?{query}")
@@ -105,7 +105,7 @@ async def test_invalid_history_query_is_a_one_line_error(tmp_path, query, expect
 @on_uvloop
 async def test_report_of_a_run_is_served(tmp_path):
     async with operating(tmp_path) as operator:
-        operator.live.worker("w0")
+        operator.live.start_worker("w0")
         _, submission = await operator.post("/submit", {"run": SPEC})
         await operator.live.result(submission["run_id"])
         url = f"http://{operator.address}/report?run={submission['run_id']}"
@@ -132,7 +132,7 @@ async def test_page_shows_the_join_line_and_revokes_a_worker(tmp_path):
     async with operating(tmp_path) as operator:
         _, join_document = await operator.ask("GET", "/join")
         assert join_document["lines"][0].startswith("listening for workers: worker --coordinator")
-        operator.live.worker("w0")
+        operator.live.start_worker("w0")
         await operator.live.wait_for("worker_connected", worker="w0")
         code, document = await operator.post("/revoke", {"name": "nobody"})
         assert code == 400

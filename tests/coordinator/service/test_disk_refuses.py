@@ -18,7 +18,13 @@ from coordinator.storage.log.gradient_log import GradientLog
 from coordinator.storage.states.checkpoint import write_checkpoint
 from protocol.base.errors import StorageFailed, UsageError
 from tests.durable_run import small_disk
-from tests.live_service import PATIENCE_S, Scripted, live_service, scripted_spec, undisturbed
+from tests.live_service import (
+    PATIENCE_S,
+    ScriptedFactory,
+    live_service,
+    run_undisturbed,
+    scripted_spec,
+)
 
 SPEC = scripted_spec(
     steps=6,
@@ -29,7 +35,7 @@ SPEC = scripted_spec(
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    return asyncio.run(undisturbed(tmp_path_factory.mktemp("reference"), SPEC))
+    return asyncio.run(run_undisturbed(tmp_path_factory.mktemp("reference"), SPEC))
 
 
 def directory_of(live, run_id):
@@ -73,7 +79,7 @@ async def test_full_disk_halts_the_run_until_there_is_space(
         async with live_service(disk / "runs", 1) as live:
             run_id = live.service.submit(SPEC)
             fill(disk, free_kib * 1024)
-            live.worker("w0")
+            live.start_worker("w0")
             halts = 0
             while await halt_or_end(live, halts):
                 halts += 1
@@ -105,7 +111,7 @@ async def test_submission_to_a_full_disk_is_refused(tmp_path):
             with pytest.raises((StorageFailed, UsageError), match="No space left"):
                 live.service.submit(SPEC)
             (disk / "filler").unlink()
-            live.worker("w0")
+            live.start_worker("w0")
             assert (await live.result(live.service.submit(SPEC)))["steps"] == 6
 
 
@@ -115,7 +121,7 @@ async def test_unwritable_result_waits_for_the_operator(tmp_path, reference):
         directory = directory_of(live, run_id)
         obstacle = directory / ("result.json" + TEMPORARY_SUFFIX)
         obstacle.mkdir()
-        live.worker("w0")
+        live.start_worker("w0")
         for halts in range(2):  # still unwritable: it halts again
             assert await halt_or_end(live, halts)
             reason = live.events_named("halted")[-1]["reason"]
@@ -130,7 +136,7 @@ async def test_unwritable_result_waits_for_the_operator(tmp_path, reference):
 
 async def run_through_failure(live, run_id, break_disk, repair_disk, expected):
     """Break the disk after the second step, repair it after two halts, and let the run finish."""
-    live.worker("w0")
+    live.start_worker("w0")
     await live.wait_for("committed", step=1)
     break_disk()
     assert await halt_or_end(live, 0)
@@ -163,7 +169,7 @@ LONG = scripted_spec(
 
 @pytest.fixture(scope="module")
 def long_reference(tmp_path_factory):
-    return asyncio.run(undisturbed(tmp_path_factory.mktemp("reference"), LONG))
+    return asyncio.run(run_undisturbed(tmp_path_factory.mktemp("reference"), LONG))
 
 
 async def test_read_only_disk_halts_the_run(tmp_path, long_reference, monkeypatch):
@@ -211,7 +217,7 @@ async def test_vanished_directory_is_not_recreated(tmp_path, long_reference, mon
     monkeypatch.setattr(run_storage, "write_checkpoint", move_directory_first)
     async with live_service(runs, 1) as live:
         run_id = live.service.submit(LONG)
-        live.worker("w0")
+        live.start_worker("w0")
         assert await halt_or_end(live, 0)
         assert away_event.is_set()
         assert "restore what is missing" in live.events_named("halted")[-1]["reason"]
@@ -227,7 +233,7 @@ async def test_vanished_checkpoints_are_not_recreated(tmp_path, long_reference):
     async with live_service(tmp_path / "runs", 1) as live:
         run_id = live.service.submit(LONG)
         checkpoints, moved = directory_of(live, run_id) / "checkpoints", tmp_path / "away"
-        live.worker("w0")
+        live.start_worker("w0")
         await live.wait_for("checkpoint", step=0)
         checkpoints.rename(moved)
         assert await halt_or_end(live, 0)
@@ -253,7 +259,7 @@ async def test_export_without_permission_waits_for_the_operator(tmp_path, monkey
     async with live_service(tmp_path / "runs", 1) as live:
         run_id = live.service.submit(SPEC)
         monkeypatch.setattr(Path, "mkdir", refuse)
-        live.worker("w0")
+        live.start_worker("w0")
         assert await halt_or_end(live, 0)
         reason = live.events_named("halted")[-1]["reason"]
         assert (
@@ -269,7 +275,7 @@ async def test_coordinator_that_lost_its_directory_stops_committing(tmp_path):
     """Another coordinator has raised the term, which voids later commits of the old coordinator."""
     async with live_service(tmp_path / "runs", 1) as live:
         run_id = live.service.submit(LONG)
-        live.worker("w0")
+        live.start_worker("w0")
         await live.wait_for("committed", step=1)
         (directory_of(live, run_id) / "term.json").write_text('{"term": 99}')
         run_end = await live.wait_for("run_ended")
@@ -291,10 +297,10 @@ async def test_joiner_is_admitted_after_a_disk_failure(tmp_path, monkeypatch):
 
     async with live_service(tmp_path / "runs", 1) as live:
         run_id = live.service.submit(spec)
-        live.worker("w0", backend_factory=Scripted(5))
+        live.start_worker("w0", backend_factory=ScriptedFactory(5))
         await live.wait_for("committed", step=1)
         monkeypatch.setattr(GradientLog, "roll", refuse)
-        live.worker("w1")
+        live.start_worker("w1")
         assert await halt_or_end(live, 0)
         assert "make room" in live.events_named("halted")[-1]["reason"]
         monkeypatch.setattr(GradientLog, "roll", roll)

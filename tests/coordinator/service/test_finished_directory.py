@@ -21,7 +21,7 @@ def is_detected(path):
 @on_uvloop
 async def test_changed_or_missing_files_of_a_finished_run_are_detected(tmp_path):
     async with live_service(tmp_path, 1) as live:
-        live.worker("w0")
+        live.start_worker("w0")
         run_id = live.service.submit(scripted_spec(steps=3, evaluate_every=1))
         await live.result(run_id)
     path = tmp_path / run_id

@@ -16,7 +16,7 @@ from coordinator.service.flapping import FlapDetector, StrayConnections
 from coordinator.storage.directory.run_directory import RunDirectory
 from protocol.base.errors import Unreachable
 from protocol.wire.acceptor import NOTHING_RECEIVED
-from tests.live_service import Scripted, live_service, scripted_spec
+from tests.live_service import ScriptedFactory, live_service, scripted_spec
 from worker.join.credentials import WorkerCredentials
 from worker.shell.client import Client, Target
 
@@ -64,7 +64,7 @@ async def test_worker_repeatedly_lost_in_its_first_step_is_reported(tmp_path):
         run_id = service.submit(scripted_spec())
         target = Target("127.0.0.1", live.port, "w0", "scripted", retry_for_s=1.0)
         lines: list[str] = []
-        client = Client(target, Scripted(100.0), WorkerCredentials(), lines.append)
+        client = Client(target, ScriptedFactory(100.0), WorkerCredentials(), lines.append)
         client_task = asyncio.create_task(client.serve())
 
         async def disturb() -> None:
@@ -90,7 +90,7 @@ async def test_worker_repeatedly_lost_in_its_first_step_is_reported(tmp_path):
             disturbance.cancel()
             client.drain()
         assert any("joined and lost the connection 3 times in a row" in line for line in lines)
-        live.worker("w0")
+        live.start_worker("w0")
         await live.result(run_id)
         assert not service.flap_detector.reported or "w0" in service.sessions
     journal = RunDirectory(tmp_path / run_id).journal.read_text()

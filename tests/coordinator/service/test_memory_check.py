@@ -21,7 +21,7 @@ from tests.chaos.processes import Coordinator, Event, Worker
 from tests.event_loop import on_uvloop
 from tests.live_service import live_service, scripted_spec
 from tests.resident_memory import MIB, Growth
-from tests.small_buffers import SMALL_LIMITS
+from tests.small_limits_coordinator import SMALL_LIMITS
 from worker.tasks.small.scripted import Scripted
 
 FEW_BLOCKS: Final = 8
@@ -106,11 +106,11 @@ def memory_growth(
         name = f"scripted:{microbatch_ms + microbatch_ms * number // 4}"
         worker = Worker(
             coordinator.address, f"w{number}", name, tmp_path,
-            fresh=False, module="tests.small_bodies",
+            fresh=False, module="tests.small_limits_worker",
         )  # fmt: skip
         started_workers.append(worker)
 
-    with Coordinator(tmp_path / "c", arguments, "tests.small_buffers") as coordinator:
+    with Coordinator(tmp_path / "c", arguments, "tests.small_limits_coordinator") as coordinator:
         coordinator.wait_for("the run", lambda event: event.name == "run_accepted")
         try:
             with coordinator.memory() as growth:
@@ -207,7 +207,7 @@ async def test_oversized_run_is_refused_before_its_first_step(tmp_path: Path, mo
     monkeypatch.setattr(memory_check, "read_memory", lambda: small_machine(MIB))
     async with live_service(tmp_path, 1) as live:
         live.service.submit(scripted_spec())
-        live.worker("w0")
+        live.start_worker("w0")
         run_end = await live.wait_for("run_ended")
         assert run_end["outcome"] == "failed"
         assert "the coordinator lacks memory for this run" in run_end["reason"]
@@ -217,7 +217,7 @@ async def test_oversized_run_is_refused_before_its_first_step(tmp_path: Path, mo
 async def test_ended_run_frees_its_memory(tmp_path: Path):
     async with live_service(tmp_path, 1) as live:
         live.service.submit(scripted_spec())
-        live.worker("w0")
+        live.start_worker("w0")
         await live.wait_for("started")
         run = live.service.current
         assert run is not None

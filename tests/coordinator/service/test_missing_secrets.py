@@ -24,7 +24,7 @@ def secrets_home(tmp_path, monkeypatch):
 async def test_members_stay_and_return_while_the_keys_are_missing(tmp_path, secrets_home, missing):
     async with live_service(tmp_path / "runs", 1) as live:
         service = live.service
-        live.worker("w0")
+        live.start_worker("w0")
         await live.wait_for("worker_connected", worker="w0")
         directory = secrets_home / "coordinator"
         keys = directory / "workers.json"
@@ -46,7 +46,7 @@ async def test_members_stay_and_return_while_the_keys_are_missing(tmp_path, secr
         else:
             keys.write_text(content)
         async with asyncio.timeout(10):
-            while live.first("secrets_sound") is None:
+            while live.find_event("secrets_sound") is None:
                 service._check_secrets()
                 await asyncio.sleep(0)
         assert service.secrets_troubles == []

@@ -28,13 +28,13 @@ async def test_data_changed_before_a_resume_ends_the_run(
     next_spec = scripted_spec(steps=2)
     async with live_service(tmp_path / "runs", 1) as live:
         run_id = live.service.submit(spec, blobs=index_blobs(spec) if is_served else None)
-        live.worker("w0", cache=tmp_path / "cache")
+        live.start_worker("w0", cache=tmp_path / "cache")
         await live.wait_for("committed")
     data.write_bytes(b"gone")
     async with live_service(tmp_path / "runs", 1) as live:
         live.service.resume(tmp_path / "runs" / run_id)
         next_id = live.service.submit(next_spec)
-        live.worker("w0", cache=tmp_path / "another cache")
+        live.start_worker("w0", cache=tmp_path / "another cache")
         run_end = await live.wait_for("run_ended", run_id=run_id)
         assert (run_end["outcome"], expected_text in run_end["reason"]) == ("failed", True), run_end
         assert "worker 'w0': " in run_end["reason"]
@@ -46,5 +46,5 @@ async def test_data_changed_before_a_resume_ends_the_run(
             with pytest.raises(SamestepError) as error_info:
                 await live.workers["w0"]
             assert error_info.value.exit_code == ExitCode.MISMATCH
-            live.worker("w1")
+            live.start_worker("w1")
         await live.result(next_id)

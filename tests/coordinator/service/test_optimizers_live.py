@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.audit.audit import audit
 from coordinator.storage.states.checkpoint import checkpoint_steps, load_tensors
-from tests.live_service import Scripted, live_service, scripted_spec, undisturbed
+from tests.live_service import ScriptedFactory, live_service, run_undisturbed, scripted_spec
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw-amsgrad-ema-groups": {
@@ -37,13 +37,13 @@ def spec_of(name, **changes):
 async def train_with_workers(directory, spec, count):
     async with live_service(directory, count) as live:
         for number in range(count):
-            live.worker(f"w{number}")
+            live.start_worker(f"w{number}")
         return await live.result(live.service.submit(spec))
 
 
 async def test_optimizers_have_one_digest_for_any_number_of_workers(tmp_path):
     name = "adamw-amsgrad-ema-groups"
-    single_worker = await undisturbed(tmp_path / "alone", spec_of(name))
+    single_worker = await run_undisturbed(tmp_path / "alone", spec_of(name))
     two_workers = await train_with_workers(tmp_path / "two", spec_of(name), 2)
     assert two_workers["weights_digest"] == single_worker["weights_digest"]
     [run] = (tmp_path / "two").glob("scripted-*")
@@ -71,26 +71,26 @@ COMBINATIONS = [
 @pytest.mark.parametrize(("name", "topology"), COMBINATIONS)
 async def test_joins_losses_and_restarts_do_not_change_the_digest(tmp_path, name, topology):
     spec = spec_of(name, exchange={"topology": topology})
-    single_worker = await undisturbed(tmp_path / "alone", spec_of(name))
+    single_worker = await run_undisturbed(tmp_path / "alone", spec_of(name))
     for count in (2, 4):
         result = await train_with_workers(tmp_path / f"{count}", spec, count)
         assert result["weights_digest"] == single_worker["weights_digest"]
     runs = tmp_path / "disturbed"
     async with live_service(runs, 2) as live:
         run_id = live.service.submit(spec)
-        backend_factory = Scripted(microbatch_ms=2.0)
+        backend_factory = ScriptedFactory(microbatch_ms=2.0)
         for worker in ("w0", "w1"):
-            live.worker(worker, backend_factory=backend_factory)
+            live.start_worker(worker, backend_factory=backend_factory)
         await live.wait_for("committed", step=2)
         channel = live.clients[1]._channel
         assert channel is not None
         channel.abort("pulled out")  # the worker returns
-        live.worker("late", backend_factory=backend_factory)
+        live.start_worker("late", backend_factory=backend_factory)
         await live.wait_for("committed", step=7)
     assert not live.events_named("internal_error")
     async with live_service(runs, 1) as live:
         live.service.resume(runs / run_id)
-        live.worker("w0")
+        live.start_worker("w0")
         result = await live.result(run_id)
     assert result["weights_digest"] == single_worker["weights_digest"]
     assert result["losses"] == single_worker["losses"]

@@ -12,7 +12,7 @@ async def test_infinite_weight_halts_the_run_and_is_named(tmp_path):
     spec = scripted_spec(steps=12, optimizer={"name": "sgd", "lr": 1e3, "weight_decay": 1e3})
     async with live_service(tmp_path, 1) as live:
         live.service.submit(spec)
-        live.worker("w0")
+        live.start_worker("w0")
         halt = await live.wait_for("halted")
     assert "produced a non-finite value: block" in halt["reason"]
     assert "(parameters)" in halt["reason"]

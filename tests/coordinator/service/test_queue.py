@@ -35,7 +35,7 @@ async def test_queued_runs_lock_their_directories_again(tmp_path):
     async with live_service(tmp_path, 1) as live:
         first, middle_id, last = (live.service.submit(scripted_spec(steps=2)) for _ in range(3))
         other_lock = DirectoryLock.acquire(tmp_path / middle_id)
-        live.worker("w0")
+        live.start_worker("w0")
         assert await live.result(first)
         event = await live.wait_for("run_ended", run_id=middle_id)
         assert "cannot begin" in event["reason"]
@@ -51,7 +51,7 @@ async def test_queued_run_starts_once_its_directory_is_back(tmp_path, monkeypatc
     async with live_service(tmp_path, 1) as live:
         first, queued_run = (live.service.submit(scripted_spec(steps=2)) for _ in range(2))
         (tmp_path / queued_run).rename(tmp_path / "elsewhere")
-        live.worker("w0")
+        live.start_worker("w0")
         assert await live.result(first)
         event = await live.wait_for("run_waits_for_disk", run_id=queued_run)
         assert queued_run in event["reason"]

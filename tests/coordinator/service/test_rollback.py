@@ -28,14 +28,14 @@ SPEC = scripted_spec(steps=20, checkpoint={"every": 5, "keep_last": 3})
 async def finish_run(directory):
     async with live_service(directory, 1) as live:
         run_id = live.service.submit(SPEC)
-        live.worker("w0")
+        live.start_worker("w0")
         return run_id, await live.result(run_id)
 
 
 async def resume_and_finish(directory, **options):
     async with live_service(directory.parent, 1) as live:
         assert live.service.resume(directory, **options) == directory.name
-        live.worker("w0")
+        live.start_worker("w0")
         return await live.result(directory.name)
 
 
@@ -77,7 +77,7 @@ async def test_copies_of_rolled_back_steps_are_removed_at_once(tmp_path):
     run = {"every": 5, "keep_last": 3, "copies": [str(copies)]}
     async with live_service(runs, 1) as live:
         run_id = live.service.submit(scripted_spec(steps=20, checkpoint=run))
-        live.worker("w0")
+        live.start_worker("w0")
         await live.result(run_id)
     assert "after-0000000020" in [path.name for path in (copies / run_id).iterdir()]
     async with live_service(runs, 1) as live:

@@ -23,7 +23,7 @@ from protocol.wire.messages import BlockGradientPayload, Message, StepApplied, S
 from tests.cluster import Cluster
 from tests.event_loop import on_uvloop
 from tests.hostile_worker import HostileWorker, payload, zeros
-from tests.live_service import LiveService, live_service, scripted_spec, undisturbed
+from tests.live_service import LiveService, live_service, run_undisturbed, scripted_spec
 from tests.message_samples import DIGEST, EXAMPLES, frame, join_buffers
 from worker.logic import actions as act
 from worker.shell.client import Client
@@ -33,7 +33,7 @@ SPEC = scripted_spec()
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory) -> dict[str, Any]:
-    return uvloop.run(undisturbed(tmp_path_factory.mktemp("undisturbed"), SPEC))
+    return uvloop.run(run_undisturbed(tmp_path_factory.mktemp("undisturbed"), SPEC))
 
 
 def equal_results(result: dict[str, Any], reference: dict[str, Any]) -> bool:
@@ -43,7 +43,7 @@ def equal_results(result: dict[str, Any], reference: dict[str, Any]) -> bool:
 async def start_with_honest_worker(live: LiveService) -> str:
     """Start a run that waits for its second worker; the honest worker has uploaded state 0."""
     run_id = live.service.submit(SPEC)
-    live.worker("w0")
+    live.start_worker("w0")
     await live.wait_for("worker_ready", worker="w0")
     return run_id
 
@@ -54,7 +54,7 @@ async def start_with_honest_worker(live: LiveService) -> str:
 async def farewell_after(live: LiveService, data: bytes) -> messages.Goodbye | None:
     async with HostileWorker(live.port) as peer:
         peer.send_bytes(data)
-        return await peer.farewell()
+        return await peer.wait_for_goodbye()
 
 
 @pytest.mark.parametrize(
@@ -107,10 +107,10 @@ async def test_other_version_learns_which_side_to_upgrade(tmp_path, version):
 @on_uvloop
 async def test_invalid_proof_is_not_authorized(tmp_path):
     async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as peer:
-        peer.greet()
-        await peer.until(messages.Challenge)
+        peer.send_hello()
+        await peer.wait_for_message(messages.Challenge)
         peer.send(messages.Proof(proof=b"let me in"))
-        goodbye = await peer.farewell()
+        goodbye = await peer.wait_for_goodbye()
         assert goodbye is not None
         assert goodbye.exit_code == ExitCode.NOT_AUTHORIZED
         assert not live.service.sessions
@@ -130,10 +130,10 @@ async def test_unauthenticated_peers_do_not_disturb_a_run(tmp_path, reference, m
             async with HostileWorker(live.port) as truncating_peer:
                 truncating_peer.send_bytes(frame(EXAMPLES[messages.Hello])[:50])
             assert await farewell_after(live, bytes(100)) is not None
-            live.worker("w1")
+            live.start_worker("w1")
             # Both are closed for silence, without a message: they may not be samestep at all.
-            assert await silent_peer.farewell() is None
-            assert await truncated_peer.farewell() is None
+            assert await silent_peer.wait_for_goodbye() is None
+            assert await truncated_peer.wait_for_goodbye() is None
         result = await live.result(run_id)
         assert equal_results(result, reference)
         assert not live.events_named("worker_lost")
@@ -241,7 +241,7 @@ async def test_protocol_violation_ends_only_the_connection(tmp_path, reference, 
                 attacker.send_bytes(message)
             else:
                 attacker.send(*message)
-            goodbye = await attacker.farewell()
+            goodbye = await attacker.wait_for_goodbye()
         assert goodbye is not None
         assert reason in goodbye.reason
         assert goodbye.exit_code == ExitCode.FAILED
@@ -260,10 +260,10 @@ async def test_ready_without_a_manifest_is_refused(tmp_path, reference):
         await attacker.join()
         built_task = await attacker.prepare()
         attacker.send(attacker.ready(built_task), b"{}")
-        goodbye = await attacker.farewell()
+        goodbye = await attacker.wait_for_goodbye()
         assert goodbye is not None
         assert "manifest" in goodbye.reason
-        live.worker("w0")
+        live.start_worker("w0")
         assert equal_results(await live.result(run_id), reference)
 
 
@@ -277,10 +277,10 @@ async def test_different_manifest_is_a_mismatch(tmp_path, reference):
             attacker.send(
                 attacker.ready(built_task), built_task.manifest.to_bytes().replace(b":64", b":65")
             )
-            goodbye = await attacker.farewell()
+            goodbye = await attacker.wait_for_goodbye()
             assert goodbye is not None
             assert goodbye.exit_code == ExitCode.MISMATCH
-        live.worker("w1")
+        live.start_worker("w1")
         assert equal_results(await live.result(run_id), reference)
 
 
@@ -305,7 +305,7 @@ async def test_non_finite_value_halts_the_run_and_names_its_worker(
             assert "microbatches [" in halt["reason"]
             assert "step 0" in halt["reason"]
             assert ("block 'layer.1'" in halt["reason"]) == (source == "gradient")
-            assert (await attacker.until(messages.Halt)).reason == halt["reason"]
+            assert (await attacker.wait_for_message(messages.Halt)).reason == halt["reason"]
         await live.wait_for("worker_lost", worker="hostile")
         assert not live.events_named("committed")
         assert live.service.current is not None
@@ -339,8 +339,8 @@ async def test_duplicate_and_late_messages_count_once(tmp_path, reference, worke
     async with live_service(tmp_path, workers) as live:
         run_id = live.service.submit(SPEC)
         if workers == 2:
-            live.worker("w0")
-        repeating = live.worker("w1", RepeatingClient)
+            live.start_worker("w0")
+        repeating = live.start_worker("w1", RepeatingClient)
         result = await live.result(run_id)
         assert isinstance(repeating, RepeatingClient)
         assert repeating.repeated >= 4, "the messages of the first step"
@@ -353,8 +353,8 @@ async def test_duplicate_and_late_messages_count_once(tmp_path, reference, worke
 async def test_repeated_subtree_is_not_credited_twice(tmp_path, reference):
     async with live_service(tmp_path, 2) as live:
         run_id = live.service.submit(SPEC)
-        live.worker("w0")
-        live.worker("w1", RepeatingClient)
+        live.start_worker("w0")
+        live.start_worker("w1", RepeatingClient)
         result = await live.result(run_id)
         assert sum(result["workers"].values()) == sum(reference["workers"].values())
 
@@ -377,8 +377,8 @@ class VanishingClient(Client):
 async def test_frame_that_overlaps_pending_sums_is_dropped(tmp_path, reference):
     async with live_service(tmp_path, 2) as live:
         run_id = live.service.submit(SPEC)
-        live.worker("w0")
-        vanishing = live.worker("w1", VanishingClient)
+        live.start_worker("w0")
+        vanishing = live.start_worker("w1", VanishingClient)
         loss_event = await live.wait_for("worker_lost", worker="w1")
         assert loss_event["reason"] == "I am off"
         result = await live.result(run_id)
@@ -390,7 +390,7 @@ async def test_frame_that_overlaps_pending_sums_is_dropped(tmp_path, reference):
 
 async def farewell_of(attacker: HostileWorker) -> messages.Goodbye:
     """Wait for a goodbye, not just the end of the connection."""
-    goodbye = await attacker.farewell()
+    goodbye = await attacker.wait_for_goodbye()
     assert goodbye is not None
     return goodbye
 
@@ -413,10 +413,10 @@ async def test_state_that_differs_from_its_digest_is_refused(tmp_path, reference
         await attacker.join()
         built_task = await attacker.prepare()
         attacker.send(attacker.ready(built_task), built_task.manifest.to_bytes())
-        await attacker.until(messages.StateRequest)
+        await attacker.wait_for_message(messages.StateRequest)
         attacker.send(attacker.state_chunk(1, last=True), zeros())
         await farewell_of(attacker)
-        live.worker("w0")
+        live.start_worker("w0")
         assert equal_results(await live.result(run_id), reference)
 
 
@@ -427,7 +427,7 @@ async def test_unexpected_answer_is_ignored(tmp_path, reference):
         async with HostileWorker(live.port) as attacker:
             await attacker.join()
             attacker.send(StepApplied(term=attacker.term, step=0, state_digest=DIGEST))
-        live.worker("w1")
+        live.start_worker("w1")
         assert equal_results(await live.result(run_id), reference)
         assert not live.events_named("halted")
 
@@ -454,7 +454,7 @@ async def test_messages_of_another_run_change_nothing(tmp_path, reference, kind)
         run_id = await start_with_honest_worker(live)
         async with HostileWorker(live.port) as attacker:
             await attacker.join()
-            live.worker("w1")
+            live.start_worker("w1")
             await live.wait_for("worker_connected", worker="w1")
             attacker.send(*OF_ANOTHER_RUN[kind](attacker))
             assert equal_results(await live.result(run_id), reference)
@@ -470,7 +470,7 @@ async def test_manifest_of_petabytes_is_refused(tmp_path, reference):
             huge = built_task.manifest.to_bytes().replace(b"[16]", b"[2147483648,1048576]")
             attacker.send(attacker.ready(built_task), huge)
             await farewell_of(attacker)
-        live.worker("w0")
+        live.start_worker("w0")
         assert equal_results(await live.result(run_id), reference)
 
 
@@ -479,7 +479,7 @@ async def test_infinite_sum_of_weights_halts_the_run(tmp_path):
     """Three of six microbatches are two subtrees; each weight alone is finite."""
     async with live_service(tmp_path, 2) as live:
         live.service.submit(scripted_spec(batch={"samples": 6, "microbatch": 1}))
-        live.worker("w0")
+        live.start_worker("w0")
         await live.wait_for("worker_ready", worker="w0")
         async with HostileWorker(live.port) as attacker:
             plan = await attacker.plan()
@@ -499,7 +499,7 @@ def test_processes_continue_after_bad_input(tmp_path, reference):
     spec = tmp_path / "scripted.yaml"
     spec.write_text(SPEC.model_dump_json())
     with Cluster(tmp_path, "--expect-workers", "2", "--run", str(spec)) as cluster:
-        cluster.worker("w0", "--backend", "scripted:1")
+        cluster.start_worker("w0", "--backend", "scripted:1")
         cluster.wait_for("worker_ready", worker="w0")
         port = int(cluster.address["data"].rpartition(":")[2])
 
@@ -510,7 +510,7 @@ def test_processes_continue_after_bad_input(tmp_path, reference):
             async with HostileWorker(port) as attacker:
                 plan = await attacker.plan()
                 attacker.send(payload(plan, step=plan.step + 1), zeros())
-                goodbye = await attacker.farewell()
+                goodbye = await attacker.wait_for_goodbye()
                 assert goodbye is not None
                 assert "expected (term, step, attempt)" in goodbye.reason
 

@@ -21,7 +21,7 @@ from coordinator.storage.states.checkpoint import checkpoint_path, checkpoint_st
 from protocol.base.errors import ExitCode, Mismatch, StorageDamaged, UsageError
 from protocol.exact.replica import Replica
 from tests.durable_run import WrittenRun
-from tests.live_service import LiveService, live_service, scripted_spec, undisturbed
+from tests.live_service import LiveService, live_service, run_undisturbed, scripted_spec
 
 ROOT = Path(__file__).parents[3]
 SPEC = scripted_spec(steps=30, checkpoint={"every": 10})
@@ -31,7 +31,7 @@ async def interrupt_run(directory, *specs):
     """Start a service and stop it during its first run; return the ids of its runs."""
     async with live_service(directory, 1) as live:
         ids = [live.service.submit(spec) for spec in specs]
-        live.worker("w0")
+        live.start_worker("w0")
         await live.wait_for("committed", step=12)
     assert not live.events_named("internal_error")  # pending work ends before files are closed
     return ids
@@ -39,13 +39,13 @@ async def interrupt_run(directory, *specs):
 
 async def test_unfinished_runs_continue_in_their_order(tmp_path):
     second = scripted_spec(steps=5, seed=8)
-    reference = await undisturbed(tmp_path / "alone", SPEC)
+    reference = await run_undisturbed(tmp_path / "alone", SPEC)
     ids = await interrupt_run(tmp_path / "runs", SPEC, second)
     async with live_service(tmp_path / "runs", 1) as live:
         paths = unfinished_runs(tmp_path / "runs")
         assert [path.name for path in paths] == ids
         assert [live.service.resume(path) for path in paths] == ids
-        live.worker("w0")
+        live.start_worker("w0")
         result = await live.result(ids[0])
         assert result["weights_digest"] == reference["weights_digest"]
         assert result["losses"] == reference["losses"]
@@ -56,7 +56,7 @@ async def test_unfinished_runs_continue_in_their_order(tmp_path):
 
 @pytest.mark.parametrize("drained", [False, True])
 async def test_run_with_state_digests_of_format_1_continues(tmp_path, monkeypatch, drained):
-    reference = await undisturbed(tmp_path / "alone", SPEC)
+    reference = await run_undisturbed(tmp_path / "alone", SPEC)
     runs = tmp_path / "runs"
     with monkeypatch.context() as patch:
         patch.setattr(Replica, "state_digest", Replica.initial_digest)
@@ -64,7 +64,7 @@ async def test_run_with_state_digests_of_format_1_continues(tmp_path, monkeypatc
         if drained:  # the newest state is that of a checkpoint
             async with live_service(runs, 1) as live:
                 run_id = live.service.submit(SPEC)
-                live.worker("w0")
+                live.start_worker("w0")
                 await live.wait_for("committed", step=12)
                 live.service.drain()
                 await live.wait_for("run_ended")
@@ -72,7 +72,7 @@ async def test_run_with_state_digests_of_format_1_continues(tmp_path, monkeypatc
             [run_id] = await interrupt_run(runs, SPEC)
     async with live_service(runs, 1) as live:
         live.service.resume(runs / run_id)
-        live.worker("w0")
+        live.start_worker("w0")
         result = await live.result(run_id)
     assert result["weights_digest"] == reference["weights_digest"]
     report = audit(runs / run_id)
@@ -83,7 +83,7 @@ async def test_workers_of_a_drained_run_join_the_next_service(tmp_path):
     runs = tmp_path / "runs"
     async with live_service(runs, 1) as first:
         run_id = first.service.submit(SPEC)
-        first.worker("w0")
+        first.start_worker("w0")
         await first.wait_for("committed", step=12)
         first.service.drain()
         assert (await first.wait_for("run_ended"))["outcome"] == "drained"
@@ -110,7 +110,7 @@ async def test_pace_excludes_the_wait_for_workers_after_a_restart(tmp_path):
         execution = live.service.current
         assert execution is not None
         assert execution.started_s is None
-        live.worker("w0")
+        live.start_worker("w0")
         await live.wait_for("committed")
         assert execution.started_s is not None
         assert execution.started_step >= 12
@@ -145,7 +145,7 @@ def test_run_without_a_submission_time_uses_its_file_s_time(tmp_path):
 async def test_finished_run_is_not_resumed(tmp_path):
     async with live_service(tmp_path, 1) as live:
         run_id = live.service.submit(SPEC)
-        live.worker("w0")
+        live.start_worker("w0")
         await live.result(run_id)
         assert live.service.resume(tmp_path / run_id) is None
         with pytest.raises(UsageError, match="holds a run already"):
@@ -227,13 +227,13 @@ async def test_invalid_result_does_not_finish_a_run(tmp_path):
 
 
 async def test_run_without_its_term_file_loses_no_step(tmp_path):
-    reference = await undisturbed(tmp_path / "alone", SPEC)
+    reference = await run_undisturbed(tmp_path / "alone", SPEC)
     (run_id,) = await interrupt_run(tmp_path / "runs", SPEC)
     for path in (tmp_path / "runs").rglob("term.json"):
         path.unlink()
     async with live_service(tmp_path / "runs", 1) as live:
         live.service.resume(tmp_path / "runs" / run_id)
-        live.worker("w0")
+        live.start_worker("w0")
         result = await live.result(run_id)
     assert result["weights_digest"] == reference["weights_digest"]
     report = audit(tmp_path / "runs" / run_id)
@@ -242,7 +242,7 @@ async def test_run_without_its_term_file_loses_no_step(tmp_path):
 
 async def test_run_of_an_older_release_continues_with_the_same_bits(tmp_path):
     """The run stopped after step 14; that release called terms epochs and had no file digests."""
-    reference = await undisturbed(tmp_path / "alone", SPEC)
+    reference = await run_undisturbed(tmp_path / "alone", SPEC)
     [older_run] = (ROOT / "tests" / "older_release").iterdir()
     run = shutil.copytree(older_run, tmp_path / "runs" / older_run.name)
     before = audit(run)
@@ -251,7 +251,7 @@ async def test_run_of_an_older_release_continues_with_the_same_bits(tmp_path):
     assert "0.56332" in report(run)
     async with live_service(tmp_path / "runs", 1) as live:
         live.service.resume(run)
-        live.worker("w0")
+        live.start_worker("w0")
         result = await live.result(older_run.name)
     assert result["weights_digest"] == reference["weights_digest"]
     assert result["losses"] == reference["losses"]
@@ -272,7 +272,7 @@ async def test_unusable_later_checkpoint_is_set_aside(tmp_path):
     async with live_service(tmp_path, 1) as live:
         live.service.resume(tmp_path / run_id)
         assert not unreadable.exists()
-        live.worker("w0")
+        live.start_worker("w0")
         assert (await live.result(run_id))["steps"] == 30
     assert audit(tmp_path / run_id).ok
 

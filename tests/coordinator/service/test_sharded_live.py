@@ -4,7 +4,7 @@ import pytest
 
 from coordinator.service import service
 from coordinator.service.journal_lines import record_of
-from tests.live_service import Scripted, live_service, scripted_spec
+from tests.live_service import ScriptedFactory, live_service, scripted_spec
 
 _STEPS = 30
 
@@ -17,7 +17,7 @@ async def train(directory, topology, workers=3, on_start=None, **exchange):
     """Return the result and the live service of the run."""
     async with live_service(directory, workers) as live:
         for number in range(workers):
-            live.worker(f"w{number}", backend_factory=Scripted(1.0))
+            live.start_worker(f"w{number}", backend_factory=ScriptedFactory(1.0))
         run_id = live.service.submit(spec(topology, **exchange))
         if on_start is not None:
             await on_start(live)
@@ -47,7 +47,7 @@ async def test_shared_memory_is_used_and_changes_no_bit(topology, tmp_path, monk
         )  # fmt: skip
         async with live_service(tmp_path / str(shared), 2) as live:
             for number in range(2):
-                live.worker(f"w{number}", backend_factory=Scripted(1.0))
+                live.start_worker(f"w{number}", backend_factory=ScriptedFactory(1.0))
             result = await live.result(live.service.submit(run))
             digests[shared] = result["weights_digest"]
             shared_bytes = [
@@ -84,7 +84,7 @@ async def test_bytes_of_the_coordinator_do_not_grow_with_the_workers(tmp_path, c
     for workers in counts:
         async with live_service(tmp_path / str(workers), workers) as live:
             for number in range(workers):
-                live.worker(f"w{number}", backend_factory=Scripted(10.0))
+                live.start_worker(f"w{number}", backend_factory=ScriptedFactory(10.0))
             run = scripted_spec(
                 # more steps than the test waits for
                 steps=100_000, exchange={"topology": "sharded"},

@@ -24,7 +24,13 @@ from protocol.wire.messages import (
 )
 from tests.event_loop import on_uvloop
 from tests.hostile_worker import PATIENCE_S, HostileWorker
-from tests.live_service import LiveService, Scripted, live_service, scripted_spec, undisturbed
+from tests.live_service import (
+    LiveService,
+    ScriptedFactory,
+    live_service,
+    run_undisturbed,
+    scripted_spec,
+)
 from tests.resident_memory import MIB
 
 BLOCK_BYTES: Final = MIB // 4
@@ -97,21 +103,21 @@ async def test_member_that_stops_reading_blocks_nobody(tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "LIVENESS_TIMEOUT_MS", 60_000)  # allows for a slow machine
     async with live_service(tmp_path, 2) as live:
         run_id = live.service.submit(scripted_spec(steps=40, **LARGE_STEPS))
-        live.worker("w0")
+        live.start_worker("w0")
         await live.wait_for("worker_ready", worker="w0")
         async with HostileWorker(live.port) as attacker:
             deliver(attacker, await attacker.plan())
-            await attacker.until(Commit)
+            await attacker.wait_for_message(Commit)
             await report_step_applied(live, attacker)
             heartbeats = asyncio.create_task(send_heartbeats(attacker))
             queue = QueueMeter(live, "hostile")
             await live.result(run_id)
             heartbeats.cancel()
-            assert live.first("straggler", worker="hostile") is not None
+            assert live.find_event("straggler", worker="hostile") is not None
             # One step is in progress and the previous step in transit: a worker that is further
             # behind reads from the log.
             assert 0 < queue.most_bytes < 3 * STEP_BYTES
-            assert live.first("worker_disconnected") is None
+            assert live.find_event("worker_disconnected") is None
 
 
 class SlowBackend(ScriptedBackend):
@@ -129,13 +135,13 @@ async def train_with_late_joiner(
     directory: Path, **changes: Any
 ) -> tuple[dict[str, Any], LiveService]:
     """Return the result of a run that a second worker joins in progress."""
-    slow_backend, backend_factory = SlowBackend(microbatch_ms=40), Scripted()
+    slow_backend, backend_factory = SlowBackend(microbatch_ms=40), ScriptedFactory()
     backend_factory._backend = slow_backend
     async with live_service(directory, 1) as live:
         run_id = live.service.submit(scripted_spec(**LARGE_STEPS, **changes))
-        live.worker("w0", backend_factory=backend_factory)
+        live.start_worker("w0", backend_factory=backend_factory)
         await live.wait_for("committed", step=6)
-        live.worker("w1")
+        live.start_worker("w1")
         await live.wait_for("worker_joined", worker="w1")
         slow_backend.hurry()
         return await live.result(run_id), live
@@ -147,7 +153,7 @@ async def test_late_joiner_catches_up_with_steps_larger_than_all_limits(tmp_path
     """The joiner receives the state of a checkpoint, then the log, then broadcasts."""
     options = {"steps": 60, "log": log, "optimizer": {"name": "adamw"}, "checkpoint": {"every": 0}}
     result, live = await train_with_late_joiner(tmp_path / "joined", **options)
-    reference = await undisturbed(tmp_path / "calm", scripted_spec(**LARGE_STEPS, **options))
+    reference = await run_undisturbed(tmp_path / "calm", scripted_spec(**LARGE_STEPS, **options))
     assert result["weights_digest"] == reference["weights_digest"]
     assert result["workers"]["w1"] > 0
     assert live.events_named("worker_disconnected") == []

@@ -17,7 +17,7 @@ from protocol.spec.files.run_spec_file import load_run_spec
 from protocol.spec.spec_changes import changed_spec
 from tests.cluster import RUNS
 from tests.durable_run import read_journal
-from tests.live_service import live_service, scripted_spec, undisturbed
+from tests.live_service import live_service, run_undisturbed, scripted_spec
 
 ADAM = {"name": "adam", "lr": 0.01, "weight_decay": 0.1, "ema": {"decay": 0.5}}
 
@@ -29,7 +29,7 @@ def spec_of(steps=10, **changes):
 async def finish_run(directory, spec):
     async with live_service(directory, 1) as live:
         run_id = live.service.submit(spec)
-        live.worker("w0")
+        live.start_worker("w0")
         await live.result(run_id)
         return directory / run_id
 
@@ -37,18 +37,18 @@ async def finish_run(directory, spec):
 async def resume_with(directory, *changes, **options):
     async with live_service(directory.parent, 1) as live:
         assert live.service.resume(directory, changes=changes, **options) == directory.name
-        live.worker("w0")
+        live.start_worker("w0")
         return await live.result(directory.name)
 
 
 async def test_run_extended_from_ten_to_twenty_steps_equals_a_run_of_twenty(tmp_path):
-    reference = await undisturbed(tmp_path / "twenty", spec_of(20))
+    reference = await run_undisturbed(tmp_path / "twenty", spec_of(20))
     run = await finish_run(tmp_path / "ten", spec_of(10))
     first = json.loads((run / "result.json").read_text())
     async with live_service(run.parent, 2) as live:  # as `coordinator resume RUN --set steps=20`
         assert await live.service.resume_by_name(run.name, None, ["steps=20"]) == run.name
         for name in ("w0", "w1"):
-            live.worker(name)
+            live.start_worker(name)
         result = await live.result(run.name)
     assert result["weights_digest"] == reference["weights_digest"] != first["weights_digest"]
     assert result["losses"] == reference["losses"]

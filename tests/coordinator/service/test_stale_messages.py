@@ -14,7 +14,7 @@ from tests.live_service import live_service, scripted_spec
 async def test_payload_in_the_precision_of_an_earlier_run_is_skipped(tmp_path):
     async with live_service(tmp_path, 2) as live:
         run_id = live.service.submit(scripted_spec())
-        live.worker("w0")
+        live.start_worker("w0")
         await live.wait_for("worker_ready", worker="w0")
         run, session = live.service.current, live.service.sessions["w0"]
         assert run is not None
@@ -30,6 +30,6 @@ async def test_payload_in_the_precision_of_an_earlier_run_is_skipped(tmp_path):
             session, ReceivedMessage(earlier_payload, np.zeros(10, np.uint8))
         )  # no float32 values
         connection.blocks = blocks
-        live.worker("w1")
+        live.start_worker("w1")
         assert await live.result(run_id)
         assert not live.events_named("worker_lost")

@@ -15,7 +15,7 @@ from protocol.base.errors import StorageFailed
 from protocol.spec.manifest import CaptureLayout
 from protocol.spec.run_spec import parse_run_spec
 from protocol.spec.sections.checkpoint import CheckpointSpec
-from tests.durable_run import MANIFEST, RUN_ID, SPEC, log_step, small_disk, state_zero
+from tests.durable_run import MANIFEST, RUN_ID, SPEC, initial_replica, log_step, small_disk
 from tests.live_service import live_service, scripted_spec
 
 PARAMETER_BYTES = MANIFEST.elements * 4
@@ -45,7 +45,7 @@ def test_required_space_covers_the_written_files(tmp_path):
         log_step(log, step)
     assert log.segment.stat().st_size > 4 * DiskBudget.of(spec_of(), MANIFEST).step_bytes
     directory = write_checkpoint(
-        tmp_path, MANIFEST, state_zero(), run_id=RUN_ID, term=1, losses=[]
+        tmp_path, MANIFEST, initial_replica(), run_id=RUN_ID, term=1, losses=[]
     ).path
     written_bytes = sum(file.stat().st_size for file in directory.rglob("*.safetensors"))
     assert written_bytes > DiskBudget.of(spec_of(), MANIFEST).state_bytes
@@ -92,7 +92,7 @@ async def test_run_that_does_not_fit_never_begins(tmp_path, monkeypatch):
     with small_disk(tmp_path / "disk", 4096) as disk:
         async with live_service(disk / "runs", 1) as live:
             live.service.submit(spec)
-            live.worker("w0")
+            live.start_worker("w0")
             run_end = await live.wait_for("run_ended")
             assert run_end["outcome"] == "failed"
             assert "or set checkpoint.every=" in run_end["reason"]

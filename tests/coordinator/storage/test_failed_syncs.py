@@ -16,12 +16,12 @@ from tests.coordinator.storage.directory.test_journal import EXAMPLES
 from tests.durable_run import (
     MANIFEST,
     RUN_ID,
-    append_step,
+    append_averages,
     averages,
+    initial_replica,
     log_step,
     read_journal,
     record_of,
-    state_zero,
 )
 from tests.simulation.disk import Disk
 from tests.simulation.virtual_time import Clock
@@ -72,7 +72,7 @@ def test_commit_found_by_a_restart_survives_a_power_failure(disk, tmp_path, earl
     log = open_log(directory)
     for step in range(earlier_steps):
         log_step(log, step)
-    append_step(log, earlier_steps)
+    append_averages(log, earlier_steps)
     fail_sync(disk, "*/log/*", lambda: log.commit(record_of(earlier_steps, earlier_steps + 1)))
     log.close()
     scan_result = scan_log(directory, RUN_ID, MANIFEST, repair=True)
@@ -101,7 +101,7 @@ def test_line_found_by_a_restart_survives_a_power_failure(disk, tmp_path):
 
 def test_checkpoint_found_by_a_restart_survives_a_power_failure(disk, tmp_path):
     directory = tmp_path / "checkpoints"
-    replica = state_zero()
+    replica = initial_replica()
     scalars = record_of(0, 1).commit.scalars
     assert scalars is not None
     apply_logged_step(replica, record_of(0, 1), averages(0))
@@ -120,7 +120,7 @@ def test_commit_after_a_segment_with_unsynced_name_is_kept(disk, tmp_path, power
     directory = tmp_path / "log"
     log = open_log(directory)
     log_step(log, 0)
-    append_step(log, 1)
+    append_averages(log, 1)
     fail_sync(disk, "*/log", log.roll)
     log.commit(record_of(1, 2))
     log.close()

@@ -18,7 +18,15 @@ from coordinator.storage.run_storage import RunStorage
 from coordinator.storage.states.checkpoint import checkpoint_steps, read_metrics, write_checkpoint
 from protocol.base import limits
 from protocol.base.errors import RunFailed, StorageFailed
-from tests.durable_run import MANIFEST, RUN_ID, SPEC, averages, read_journal, record_of, state_zero
+from tests.durable_run import (
+    MANIFEST,
+    RUN_ID,
+    SPEC,
+    averages,
+    initial_replica,
+    read_journal,
+    record_of,
+)
 
 
 @pytest.fixture
@@ -49,7 +57,7 @@ async def test_journal_is_durable_before_a_checkpoint_replaces_the_log(directory
         return write_checkpoint(*arguments, **options)
 
     monkeypatch.setattr(run_storage, "write_checkpoint", record_journal)
-    await storage.save(state_zero(), ())
+    await storage.save(initial_replica(), ())
     await storage.close()
     assert journal_records == [CommandReceived(term=1, step=0, command="halt")]
     assert failures == []
@@ -75,7 +83,7 @@ async def test_commit_with_failed_sync_is_not_read(directory, monkeypatch):
 
 async def test_checkpoint_is_not_removed_while_it_is_copied(directory):
     storage, failures = begin(directory)
-    replica, losses = state_zero(), [float("nan")] * 4
+    replica, losses = initial_replica(), [float("nan")] * 4
     await storage.save(replica, ())
     async with storage.holding_newest() as newest:
         for step in range(4):
@@ -151,9 +159,9 @@ async def test_lines_wait_for_a_journal_that_cannot_be_opened(directory, monkeyp
 
 async def test_metrics_are_written_with_a_later_checkpoint(directory):
     storage, _ = begin(directory)
-    storage.keep_metrics(0, state_zero().state_digest(), {"accuracy": 0.5})
+    storage.keep_metrics(0, initial_replica().state_digest(), {"accuracy": 0.5})
     storage.record([CommandReceived(term=1, step=0, command="checkpoint")])
-    await storage.save(state_zero(), ())
+    await storage.save(initial_replica(), ())
     await storage.close()
     metrics = read_metrics(directory.checkpoints, 0)
     assert metrics is not None
@@ -184,7 +192,7 @@ async def test_log_is_kept_for_a_joiner_for_a_limited_time(directory, monkeypatc
     """A joiner that had to restart after every two checkpoints would never join a busy run."""
     monkeypatch.setattr(limits, "REPLAY_BYTES", 0)  # size of a state: the averages of three steps
     storage, failures = begin(directory)
-    replica, losses = state_zero(), [float("nan")] * 9
+    replica, losses = initial_replica(), [float("nan")] * 9
     async with storage.joining() as joiner:
         await storage.save(replica, ())
         joiner.move_to(0)
@@ -204,9 +212,9 @@ async def test_log_is_kept_for_a_joiner_for_a_limited_time(directory, monkeypatc
 async def test_checkpoint_written_after_later_metrics_has_its_own(directory):
     """Otherwise the speed of the disk would decide which state is best."""
     storage, _ = begin(directory)
-    storage.keep_metrics(0, state_zero().state_digest(), {"accuracy": 0.5})
+    storage.keep_metrics(0, initial_replica().state_digest(), {"accuracy": 0.5})
     storage.keep_metrics(2, "d" * 64, {"accuracy": 0.25})
-    await storage.save(state_zero(), ())
+    await storage.save(initial_replica(), ())
     await storage.close()
     metrics = read_metrics(directory.checkpoints, 0)
     assert metrics is not None

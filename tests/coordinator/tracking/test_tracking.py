@@ -152,12 +152,12 @@ def test_restarted_coordinator_continues_all_trackers(tmp_path):
     run.write_text(RUN)
     options = ["--expect-workers", "1", *(f"--track={name}" for name in INSTALLED)]
     with Cluster(tmp_path, *options, "--run", str(run)) as cluster:
-        cluster.worker("w0", "--backend", "scripted:5")
+        cluster.start_worker("w0", "--backend", "scripted:5")
         cluster.wait_for("committed", step=9)
         cluster.coordinator.kill()
         cluster.coordinator.wait()
     with Cluster(tmp_path, *options, "--resume") as cluster:
-        cluster.worker("w0", "--backend", "scripted:1")
+        cluster.start_worker("w0", "--backend", "scripted:1")
         result = cluster.result()
         assert cluster.wait_for_exit(cluster.coordinator) == 0
     for name in INSTALLED:

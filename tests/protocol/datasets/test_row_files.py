@@ -74,8 +74,8 @@ def test_a_truncated_file_is_refused_in_one_line(tmp_path, kind, compression):
     file = tmp_path / f"a.{suffix}{compression}"
     file.write_bytes(whole)
     assert len(read_labels(file).texts) == len(rows)
-    for kept_bytes in (9, len(whole) // 2, len(whole) - 9):
-        file.write_bytes(whole[:kept_bytes])
+    for remaining_bytes in (9, len(whole) // 2, len(whole) - 9):
+        file.write_bytes(whole[:remaining_bytes])
         with pytest.raises(DataError, match=rf"'.*{file.name}'.*copy or download it") as error_info:
             read_labels(file)
         assert "\n" not in str(error_info.value)

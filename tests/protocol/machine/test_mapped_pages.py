@@ -24,7 +24,7 @@ def test_read_pages_leave_memory_and_can_be_read_again(mapped_array):
         assert int(mapped_array.sum()) == expected
         released = release_mapped_pages(mapped_array.ctypes.data, mapped_array.nbytes)
     assert released == 16 * MIB
-    assert growth.kept_bytes < 2 * MIB < growth.peak_bytes
+    assert growth.remaining_bytes < 2 * MIB < growth.peak_bytes
     assert int(mapped_array.sum()) == expected
 
 

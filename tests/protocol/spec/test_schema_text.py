@@ -6,7 +6,7 @@ import pytest
 from protocol.base.errors import UsageError
 from protocol.spec.run_spec import RunSpec
 from protocol.spec.schema_text import UNITS, schema_keys, schema_lines
-from tests.house import modules
+from tests.structure import modules
 
 NOT_KEYS = {
     "capture.json", "checkpoint.json", "model.safetensors", "optimizer.safetensors",

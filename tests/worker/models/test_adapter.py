@@ -16,7 +16,7 @@ from protocol.exact.replica import Replica
 from protocol.spec.files.adapter import check_adapter
 from protocol.spec.files.run_files import source_files
 from protocol.spec.run_spec import RunSpec, parse_run_spec
-from tests.small_chat import chat_run
+from tests.small_chat import write_chat_run
 from worker.tasks.registry import build
 
 
@@ -24,7 +24,7 @@ from worker.tasks.registry import build
 def finished_run(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     """Return a run's directory whose adapter differs from its initial values, and the run spec."""
     directory: Path = tmp_path_factory.mktemp("finished")
-    document = json.loads(chat_run(directory).read_text())
+    document = json.loads(write_chat_run(directory).read_text())
     spec = parse_run_spec(document)
     task = build(spec)
     replica = Replica(task.manifest.blocks, spec.optimizer)

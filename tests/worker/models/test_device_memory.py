@@ -15,7 +15,7 @@ from backends.base.interface import DeviceInfo
 from protocol.base.errors import DeviceOutOfMemory
 from protocol.spec.files.run_spec_file import load_run_spec
 from protocol.spec.run_spec import ModelRun
-from tests.small_decoder import decoder_run
+from tests.small_decoder import write_decoder_run
 from worker.local_device import LocalDevice
 from worker.models.device_memory import DeviceMemory, check_device_memory, estimate
 
@@ -34,7 +34,7 @@ def estimate_bytes(run: ModelRun) -> DeviceMemory:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return decoder_run("causal-lm", tmp_path_factory.mktemp("run"))
+    return write_decoder_run("causal-lm", tmp_path_factory.mktemp("run"))
 
 
 def test_weights_are_counted_as_they_are_stored(path):
@@ -51,7 +51,7 @@ def test_weights_are_counted_as_they_are_stored(path):
 
 def test_lora_of_experts_is_counted_and_oversized_run_is_refused(tmp_path):
     parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    path = decoder_run("causal-lm", tmp_path, model={"source": str(tmp_path / "model")},
+    path = write_decoder_run("causal-lm", tmp_path, model={"source": str(tmp_path / "model")},
                        lora={"r": 4, "target_parameters": parameters})  # fmt: skip
     tokens = json.loads((tmp_path / "model" / "config.json").read_text())
     kind: Any = transformers.Qwen3MoeConfig

@@ -13,7 +13,7 @@ import torch
 from protocol.base.errors import DataError
 from protocol.spec.files.run_spec_file import load_run_spec
 from tests.commands import run_command
-from tests.finished_run import finished_run
+from tests.finished_run import write_finished_run
 from tests.small_chat import save_chat_tokenizer, write_jsonl
 from worker.models.pretrained import max_sample_tokens
 from worker.results.generate import Sampling, generate
@@ -107,7 +107,7 @@ def test_generation_with_carried_state_equals_that_from_the_whole_text(tmp_path,
     }
     sizes = STATE_SPACE_SIZES | family_settings.get(family, {})
     spec = spec_of(tmp_path, "causal-lm", family, sizes, lora={"r": 4, "targets": targets})
-    loaded = load(find(finished_run(spec, tmp_path / "run", "r")), None)
+    loaded = load(find(write_finished_run(spec, tmp_path / "run", "r")), None)
     ids = [5, 9, 30, 41]
     actual = "".join(generate(loaded.model, loaded.tokenizer, ids, Sampling(0, 1, 0, 10)))
     text = torch.tensor([ids])
@@ -133,7 +133,7 @@ def test_generation_with_carried_state_equals_that_from_the_whole_text(tmp_path,
 def test_merged_classifier_equals_base_and_adapter(tmp_path, family, sizes, targets):
     """Encoder-decoders, and models whose positions start after their padding token."""
     spec = spec_of(tmp_path, "classify", family, sizes, lora={"r": 4, "targets": targets})
-    run = finished_run(spec, tmp_path / "run", "r")
+    run = write_finished_run(spec, tmp_path / "run", "r")
     assert merge(find(run), None, tmp_path / "whole").difference < 1e-5
     answers = [
         json.loads(run_command("worker", "classify", str(directory), "3 and 4", "--json").stdout)
@@ -162,7 +162,7 @@ def test_adapter_of_embeddings_and_head_equals_peft(tmp_path, family, tied, targ
     small = {"n_embd": 32, "n_layer": 1, "n_head": 4, "head_dim": 8, "tie_word_embeddings": tied}
     lora = {"r": 4, "targets": targets}
     spec = spec_of(tmp_path, "causal-lm", family, SIZES | small, lora=lora)
-    run = finished_run(spec, tmp_path / "run", "r")
+    run = write_finished_run(spec, tmp_path / "run", "r")
     actual = load(find(run), None)
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     with warnings.catch_warnings():
@@ -193,7 +193,7 @@ def test_earlier_adapter_of_embeddings_is_read(tmp_path):
 
     lora = {"r": 4, "targets": ["embed_tokens"]}
     spec = spec_of(tmp_path, "causal-lm", "llama", SIZES, lora=lora)
-    run = finished_run(spec, tmp_path / "run", "r")
+    run = write_finished_run(spec, tmp_path / "run", "r")
     current_logits = probe(load(find(run), None).model, 2000)
     path = run / "adapter" / "adapter_model.safetensors"
     save_file({f"{name}.default": value for name, value in load_file(path).items()}, path)

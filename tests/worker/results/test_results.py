@@ -19,8 +19,8 @@ from protocol.base.errors import DataError, SamestepError
 from protocol.spec.model_card import Measured, card_text, read_card
 from protocol.spec.sections.model import ModelSpec
 from tests.commands import run_command
-from tests.finished_run import finished_run
-from tests.small_chat import CHATML, chat_run
+from tests.finished_run import write_finished_run
+from tests.small_chat import CHATML, write_chat_run
 from worker.models import disk_weights
 from worker.models.pretrained import load_causal_lm
 from worker.models.tokens import end_tokens
@@ -37,7 +37,7 @@ def run(tmp_path_factory) -> Path:
     """The directory of a finished run, with random LoRA values."""
     directory = tmp_path_factory.mktemp("chat")
     changes = {"source": str(directory / "model"), "base_dtype": "int8"}
-    return finished_run(chat_run(directory, model=changes), directory / "run", "chat-1")
+    return write_finished_run(write_chat_run(directory, model=changes), directory / "run", "chat-1")
 
 
 def test_card_has_the_record_of_the_run(run):

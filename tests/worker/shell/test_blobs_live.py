@@ -105,7 +105,7 @@ async def digest_read_by_workers(live: LiveService, run_id: str) -> str:
 def recording_worker(
     live: LiveService, machines: Machines, name: str = "w0", **changes: Any
 ) -> RecordingClient:
-    client = live.worker(name, RecordingClient, cache=machines.cache)
+    client = live.start_worker(name, RecordingClient, cache=machines.cache)
     assert isinstance(client, RecordingClient)
     vars(client).update(offsets=[], **changes)
     return client
@@ -145,7 +145,7 @@ async def test_local_copy_with_another_digest_is_not_changed(tmp_path, machines)
     other[-1] ^= 1
     machines.local.write_bytes(other)
     async with live_service(tmp_path / "out", 1) as live:
-        live.worker("w0", cache=machines.cache)
+        live.start_worker("w0", cache=machines.cache)
         run_id = live.service.submit(SPEC, blobs=index)
         assert await digest_read_by_workers(live, run_id) == file_digest(machines.file)[1]
     assert machines.local.read_bytes() == other
@@ -154,7 +154,7 @@ async def test_local_copy_with_another_digest_is_not_changed(tmp_path, machines)
 @on_uvloop
 async def test_data_edited_in_place_is_read_again_by_the_next_run(tmp_path, machines):
     async with live_service(tmp_path / "out", 1) as live:
-        live.worker("w0", cache=machines.cache)
+        live.start_worker("w0", cache=machines.cache)
         for edition in (b"first", b"other"):
             index = machines.index(edition)
             machines.local.write_bytes(edition)
@@ -222,7 +222,7 @@ async def test_a_file_that_changes_after_it_was_submitted_is_noticed(
     else:
         machines.file.write_bytes(bytes(size if change == "other bytes" else size - 1))
     async with live_service(tmp_path / "out", 1) as live:
-        live.worker("w0", cache=machines.cache)
+        live.start_worker("w0", cache=machines.cache)
         run_id = live.service.submit(SPEC, blobs=index)
         run_end = await live.wait_for("run_ended", run_id=run_id)
         assert run_end["outcome"] == "failed"
@@ -241,7 +241,7 @@ async def test_a_full_cache_is_one_line_and_the_worker_stays(tmp_path, machines)
     index = machines.index(content())
     with small_disk(machines.cache, 4096) as disk:
         async with live_service(tmp_path / "out", 1) as live:
-            live.worker("w0", cache=disk)
+            live.start_worker("w0", cache=disk)
             run_end = await live.wait_for(
                 "run_ended", run_id=live.service.submit(SPEC, blobs=index)
             )
@@ -258,7 +258,7 @@ async def test_unwritable_cache_is_harmless_if_files_are_local(tmp_path, machine
     machines.local.write_bytes(content(100))
     machines.cache.touch()
     async with live_service(tmp_path / "out", 1) as live:
-        live.worker("w0", cache=machines.cache)
+        live.start_worker("w0", cache=machines.cache)
         run_id = live.service.submit(SPEC, blobs=index)
         assert await digest_read_by_workers(live, run_id) == file_digest(machines.file)[1]
 
@@ -272,7 +272,7 @@ async def test_a_run_that_ends_while_its_files_are_fetched_leaves_a_part(tmp_pat
         await live.wait_for("worker_connected", worker="w0")
         live.service.give_up("enough")
         await live.wait_for("run_ended", run_id=first_run_id)
-        live.worker("w1", cache=machines.cache)
+        live.start_worker("w1", cache=machines.cache)
         run_id = live.service.submit(SPEC, blobs=index)
         assert await digest_read_by_workers(live, run_id) == file_digest(machines.file)[1]
         assert not live.events_named("worker_disconnected")
@@ -283,7 +283,7 @@ async def test_a_run_that_ends_while_its_files_are_fetched_leaves_a_part(tmp_pat
 async def test_data_error_names_the_path_of_the_run_spec(tmp_path, machines):
     index = machines.index(b"bad")
     async with live_service(tmp_path / "out", 1) as live:
-        live.worker("w0", cache=machines.cache)
+        live.start_worker("w0", cache=machines.cache)
         run_end = await live.wait_for("run_ended", run_id=live.service.submit(SPEC, blobs=index))
         assert (
             run_end["reason"] == "worker 'w0': 'input.bin' line 1: expected valid data, got 'bad'"
@@ -298,7 +298,7 @@ async def test_worker_does_not_wait_for_an_idle_part_of_another(tmp_path, machin
     stalled_part = BlobCache(machines.cache, FileDigests()).open_part(digest, LARGE)
     assert stalled_part is not None
     async with live_service(tmp_path / "out", 1) as live:
-        live.worker("w0", cache=machines.cache)
+        live.start_worker("w0", cache=machines.cache)
         run_id = live.service.submit(SPEC, blobs=index)
         assert await digest_read_by_workers(live, run_id) == digest
     assert machines.cached_files() == [digest, digest + ".part"]
@@ -334,7 +334,7 @@ async def test_links_are_removed_with_the_worker(tmp_path, machines, monkeypatch
     os.mkdir(tmp_path / "temporary")  # noqa: PTH102
     index = machines.index(content(100))
     async with live_service(tmp_path / "out", 1) as live:
-        live.worker("w0", cache=machines.cache)
+        live.start_worker("w0", cache=machines.cache)
         await live.result(live.service.submit(SPEC, blobs=index))
         assert len(list((tmp_path / "temporary").glob("samestep-*/*/data/input.bin"))) == 1
     assert list((tmp_path / "temporary").iterdir()) == []

@@ -11,7 +11,7 @@ import pytest
 
 from protocol.base.errors import ExitCode, Unreachable
 from tests.event_loop import on_uvloop
-from tests.live_service import PATIENCE_S, Scripted, live_service
+from tests.live_service import PATIENCE_S, ScriptedFactory, live_service
 from tests.silent_address import dead_name_server, refusing_port, silent_address
 from worker.join.credentials import WorkerCredentials
 from worker.shell import client as shell
@@ -45,7 +45,9 @@ def client(
     find_again: FindAgain | None = None,
 ) -> Client:
     target = Target(*address, "w", "scripted", retry_for_s)
-    return Client(target, Scripted(), WorkerCredentials(), lines.append, find_again=find_again)
+    return Client(
+        target, ScriptedFactory(), WorkerCredentials(), lines.append, find_again=find_again
+    )
 
 
 async def final_error(address: tuple[str, int]) -> str:

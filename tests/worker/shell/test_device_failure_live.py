@@ -6,7 +6,7 @@ import pytest
 
 from protocol.base.errors import BackendUnavailable, DeviceError, ExitCode, RunFailed, Unreachable
 from tests.event_loop import on_uvloop
-from tests.live_service import Scripted, live_service, scripted_spec, undisturbed
+from tests.live_service import ScriptedFactory, live_service, run_undisturbed, scripted_spec
 from worker.logic.events import BlockSum, DeviceFailed, SubtreeDone
 from worker.shell.client import Client
 
@@ -15,7 +15,7 @@ from worker.shell.client import Client
 async def test_the_first_failure_is_reported_and_others_finish_the_run(tmp_path):
     spec = scripted_spec()
     async with live_service(tmp_path / "disturbed", 2) as live:
-        failing_worker = live.worker("broken")
+        failing_worker = live.start_worker("broken")
         run_id = live.service.submit(spec)
         await live.wait_for("worker_ready", worker="broken")
         # Jobs submitted earlier fail after the first failure.
@@ -26,9 +26,9 @@ async def test_the_first_failure_is_reported_and_others_finish_the_run(tmp_path)
         assert error_info.value.exit_code == ExitCode.FAILED
         await live.wait_for("worker_lost", worker="broken")
         for name in ("w0", "w1"):
-            live.worker(name)
+            live.start_worker(name)
         result = await live.result(run_id)
-    reference = await undisturbed(tmp_path / "alone", spec)
+    reference = await run_undisturbed(tmp_path / "alone", spec)
     assert result["weights_digest"] == reference["weights_digest"]
 
 
@@ -55,7 +55,7 @@ async def test_failure_reason_arrives_after_a_pending_upload(tmp_path):
     # 32 MiB exceed the socket buffers of both sides.
     large_blocks = {"blocks": 8, "block_bytes": 4 * 2**20, "samples": 8}
     async with live_service(tmp_path, 1) as live:
-        live.worker("broken", FailsAfterUpload)
+        live.start_worker("broken", FailsAfterUpload)
         live.service.submit(scripted_spec(scripted=large_blocks))
         with pytest.raises(RunFailed, match="out of memory"):
             await live.workers["broken"]
@@ -63,7 +63,7 @@ async def test_failure_reason_arrives_after_a_pending_upload(tmp_path):
         assert disconnection["reason"] == "device 'card' failed: out of memory"
 
 
-class MissingDevice(Scripted):
+class MissingDevice(ScriptedFactory):
     """A device that was requested by name and is missing."""
 
     def backend(self):
@@ -73,7 +73,7 @@ class MissingDevice(Scripted):
 @on_uvloop
 async def test_missing_device_leaves_at_once_without_a_run(tmp_path):
     async with live_service(tmp_path, 2) as live:
-        live.worker("seven", backend_factory=MissingDevice())
+        live.start_worker("seven", backend_factory=MissingDevice())
         reason = "backend 'vulkan' is not usable here: there is no device 7"
         with pytest.raises(Unreachable, match=f"^{reason}$") as error_info:
             await live.workers["seven"]
@@ -87,9 +87,9 @@ async def test_run_does_not_wait_for_workers_without_a_device(tmp_path):
     async with live_service(tmp_path, 1) as live:
         run_id = live.service.submit(scripted_spec())
         for name in ("seven", "eight"):
-            live.worker(name, backend_factory=MissingDevice())
+            live.start_worker(name, backend_factory=MissingDevice())
             await live.wait_for("worker_disconnected", worker=name)
         assert live.service.current is not None
         assert live.service.current.run.unfit.keys() == {"seven", "eight"}
-        live.worker("w0")
+        live.start_worker("w0")
         assert (await live.result(run_id))["outcome"] == "finished"

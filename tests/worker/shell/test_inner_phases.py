@@ -9,7 +9,7 @@ import pytest
 
 from protocol.exact.reduction.tree import Subtree
 from protocol.exact.update import step_scalars
-from tests.live_service import Scripted, scripted_spec
+from tests.live_service import ScriptedFactory, scripted_spec
 from tests.processes import PATIENCE_S
 from worker.logic import actions as act
 from worker.logic.events import Applied, Built, InnerStateNeeded, StepId, SubtreeDone
@@ -30,7 +30,7 @@ def test_inner_phase_state_counts_if_its_attempt_is_committed(
 ):
     """A halted attempt may have failed, and attempts of an earlier term have the same numbers."""
     events: queue.Queue[object] = queue.Queue()
-    engine = Engine(Scripted(), events.put)
+    engine = Engine(ScriptedFactory(), events.put)
 
     def first_event(*kinds: type) -> object:
         while not isinstance(event := events.get(timeout=PATIENCE_S), kinds):

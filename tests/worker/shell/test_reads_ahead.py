@@ -27,8 +27,8 @@ async def test_pending_data_of_a_slow_engine_is_bounded(tmp_path, monkeypatch):
     )
     async with live_service(tmp_path, 2) as live:
         run_id = live.service.submit(spec)
-        live.worker("w0")
-        client = live.worker("w1")
+        live.start_worker("w0")
+        client = live.start_worker("w1")
         continue_event, most_bytes = threading.Event(), 0
         device = client._engine
         assert isinstance(device, Engine)

@@ -21,7 +21,7 @@ from protocol.exact.samples import SampleOrder
 from protocol.spec.manifest import CaptureLayout
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 from tests.cluster import ROOT
-from tests.sample_capture import STEP, capture_of
+from tests.sample_capture import STEP_SAMPLES, write_capture
 from worker.distillation.captured_samples import CapturedSamples
 from worker.tasks.language.distil import Distil
 from worker.tasks.registry import build
@@ -36,7 +36,7 @@ LLAMA = {
 @pytest.fixture(scope="module")
 def logits(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("capture")
-    return capture_of(directory, LAYOUT, 9, steps_of_a_file=4, samples_of_a_group=16)
+    return write_capture(directory, LAYOUT, 9, steps_per_file=4, samples_per_group=16)
 
 
 def spec_of(logits: Path, **changes: Any) -> RunSpec:
@@ -124,7 +124,7 @@ def test_student_on_vulkan_equals_torch(tmp_path, temperature):
     if isinstance(reason := adapters(), str):
         pytest.skip(reason)
     layout = LAYOUT.model_copy(update={"temperature": temperature})
-    logits = capture_of(tmp_path, layout, 3, steps_of_a_file=4, samples_of_a_group=16)
+    logits = write_capture(tmp_path, layout, 3, steps_per_file=4, samples_per_group=16)
     task = build(spec_of(logits, distil={"alpha": 0.5, "temperature": temperature}))
     outcomes = []
     for backend in (EagerBackend("cpu"), VulkanBackend()):
@@ -165,7 +165,7 @@ def test_missing_files_are_reported(logits, tmp_path):
 
 
 def test_validation_capture_is_evaluated(logits, tmp_path):
-    other = capture_of(tmp_path / "other", LAYOUT, 2, steps_of_a_file=4)
+    other = write_capture(tmp_path / "other", LAYOUT, 2, steps_per_file=4)
     spec = spec_of(logits, data={"train": str(logits), "validation": str(other)})
     task = build(spec)
     assert isinstance(task, Distil)
@@ -187,7 +187,7 @@ def test_validation_capture_is_evaluated(logits, tmp_path):
 
 def test_mismatched_evaluation_capture_is_refused(logits, tmp_path):
     shorter = LAYOUT.model_copy(update={"tokens": 11})
-    other = capture_of(tmp_path, shorter, 2, steps_of_a_file=4)
+    other = write_capture(tmp_path, shorter, 2, steps_per_file=4)
     spec = spec_of(logits, data={"train": str(logits), "validation": str(other)})
     for check in (check_data, build):
         with pytest.raises(DataError, match=r"expected the same layout .* data.validation"):
@@ -218,9 +218,9 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 def test_memory_does_not_grow_with_the_capture(tmp_path):
     layout = CaptureLayout(tokens=256, vocabulary=50_000, top_k=64)
     steps = 200
-    capture_mib = steps * STEP * layout.sample_bytes // 2**20
+    capture_mib = steps * STEP_SAMPLES * layout.sample_bytes // 2**20
     assert capture_mib > 100
-    directory = capture_of(tmp_path, layout, steps, steps_of_a_file=40, samples_of_a_group=16)
+    directory = write_capture(tmp_path, layout, steps, steps_per_file=40, samples_per_group=16)
     completed = subprocess.run(
         [sys.executable, "-c", READ_ALL, str(directory)],
         cwd=ROOT, capture_output=True, text=True, check=True,

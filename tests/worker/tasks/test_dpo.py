@@ -17,7 +17,7 @@ from backends.eager.eager import EagerBackend
 from protocol.base.errors import DataError, RunSpecError
 from protocol.spec.files.run_spec_file import load_run_spec
 from tests.commands import run_command
-from tests.small_chat import CHATML, dpo_run, preference_pair, write_jsonl
+from tests.small_chat import CHATML, preference_pair, write_dpo_run, write_jsonl
 from worker.models.tokens import IGNORED_LABEL
 from worker.tasks.language.dpo import Dpo
 from worker.tasks.registry import build
@@ -25,7 +25,7 @@ from worker.tasks.registry import build
 
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory) -> Any:
-    return load_run_spec(dpo_run(tmp_path_factory.mktemp("dpo"), lora={"r": 4}))
+    return load_run_spec(write_dpo_run(tmp_path_factory.mktemp("dpo"), lora={"r": 4}))
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_initial_loss_has_no_preference(task):
 
 def test_dropout_of_the_base_makes_no_preference(tmp_path):
     """Dropout of layers and of attention is off in the base; the adapter's dropout is active."""
-    run_path = dpo_run(tmp_path, lora={"r": 4, "dropout": 0.5})
+    run_path = write_dpo_run(tmp_path, lora={"r": 4, "dropout": 0.5})
     model = load_run_spec(run_path).model
     assert model is not None
     assert model.source is not None
@@ -201,7 +201,7 @@ def test_the_loss_adds_up_over_pairs(task):
 )
 def test_contradictory_run_spec_is_refused(tmp_path, changes, message):
     with pytest.raises(RunSpecError, match=message):
-        load_run_spec(dpo_run(tmp_path, **changes))
+        load_run_spec(write_dpo_run(tmp_path, **changes))
 
 
 def test_pairs_that_only_the_template_refuses_are_bad_rows(tmp_path):
@@ -210,8 +210,8 @@ def test_pairs_that_only_the_template_refuses_are_bad_rows(tmp_path):
     path.write_bytes(b"".join([*valid_rows, row(prompt="a", chosen="b", rejected="b ")]))
     data = {"train": str(path), "chat_template": TRIMMED, "holdout": 0.25}
     with pytest.raises(DataError, match="line 10: expected chosen and rejected to differ"):
-        build(load_run_spec(dpo_run(tmp_path / "a", data=data)))
-    skipping = dpo_run(tmp_path / "b", data={**data, "skip_bad_rows": True})
+        build(load_run_spec(write_dpo_run(tmp_path / "a", data=data)))
+    skipping = write_dpo_run(tmp_path / "b", data={**data, "skip_bad_rows": True})
     task = build(load_run_spec(skipping))
     assert task.manifest.notes["bad_rows_skipped"] == 1
     assert task.manifest.notes["left_out_as_no_answer_fits"] == 0
@@ -331,7 +331,7 @@ def test_too_long_pairs_are_reported(tmp_path):
     path = write_jsonl(tmp_path / "x.jsonl", [preference_pair(n) for n in range(4)])
     data = {"train": str(path), "max_tokens": 8, "holdout": 0}
     with pytest.raises(DataError, match="raise that limit"):
-        build(load_run_spec(dpo_run(tmp_path, data=data)))
+        build(load_run_spec(write_dpo_run(tmp_path, data=data)))
 
 
 def test_pairs_of_a_validation_file_are_evaluated(spec, tmp_path):

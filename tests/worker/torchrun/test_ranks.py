@@ -14,7 +14,7 @@ from tests.cluster import ROOT, Cluster
 from tests.end_to_end.test_embeddings import embed_run
 from tests.free_ports import free_ports
 from tests.processes import Process, start
-from tests.small_decoder import decoder_run
+from tests.small_decoder import write_decoder_run
 
 FROZEN = """
 task: "tests.frozen_base_task:FrozenBase"
@@ -69,7 +69,7 @@ def test_all_ranks_use_the_unit_of_the_run_spec(tmp_path):
             if kind == "ranks":
                 start_ranks(cluster, "group")
             else:
-                cluster.worker("alone", "--backend", "cpu")
+                cluster.start_worker("alone", "--backend", "cpu")
             digests.append(cluster.result()["weights_digest"])
     assert digests[0] == digests[1]
 
@@ -78,14 +78,16 @@ def test_all_ranks_use_the_unit_of_the_run_spec(tmp_path):
 def test_lora_with_a_bfloat16_base_has_the_digest_of_one_device(tmp_path):
     """The run has dropout, gradient checkpointing and an evaluation at the end."""
     source = {"source": str(tmp_path / "model"), "base_dtype": "bfloat16", "precision": "bfloat16"}
-    run = str(decoder_run("causal-lm", tmp_path, model={**source, "gradient_checkpointing": True}))
+    run = str(
+        write_decoder_run("causal-lm", tmp_path, model={**source, "gradient_checkpointing": True})
+    )
     results = []
     for kind in ("alone", "ranks"):
         with Cluster(tmp_path / kind, "--expect-workers", "1", "--run", run) as cluster:
             if kind == "ranks":
                 start_ranks(cluster, "group")
             else:
-                cluster.worker("alone", "--backend", "cpu")
+                cluster.start_worker("alone", "--backend", "cpu")
             results.append(cluster.result())
     alone, ranks = results
     assert ranks["outcome"] == "finished"
@@ -103,7 +105,7 @@ def test_ranks_learn_embeddings_with_negatives_from_the_whole_step(tmp_path):
             if kind == "ranks":
                 start_ranks(cluster, "group")
             else:
-                cluster.worker("alone", "--backend", "cpu")
+                cluster.start_worker("alone", "--backend", "cpu")
             losses.append(cluster.result()["losses"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
@@ -111,7 +113,7 @@ def test_ranks_learn_embeddings_with_negatives_from_the_whole_step(tmp_path):
 def test_lost_rank_disconnects_its_worker_and_the_run_finishes(tmp_path):
     run = run_file(tmp_path, FROZEN)
     with Cluster(tmp_path, "--expect-workers", "2", "--run", run) as cluster:
-        hold = cluster.paused_worker("plain", 1, "--backend", "cpu")
+        hold = cluster.start_paused_worker("plain", 1, "--backend", "cpu")
         ranks = start_ranks(cluster, "pair")
         hold.wait_until_paused()
         ranks[1].send_signal(signal.SIGKILL)

@@ -15,7 +15,7 @@ from protocol.exact.reduction.tree import Subtree
 from protocol.spec.manifest import Block, TensorSpec
 from protocol.wire.messages import BlockGradientPayload, SubtreeLoss
 from tests.event_loop import on_uvloop
-from tests.live_service import Scripted, live_service, scripted_spec, undisturbed
+from tests.live_service import ScriptedFactory, live_service, run_undisturbed, scripted_spec
 
 BLOCKS = (Block(name="layer", kind="block", tensors=(TensorSpec(name="w", shape=(3,)),)),)
 STEP_ID = {"term": 1, "step": 0, "attempt": 0}
@@ -126,7 +126,7 @@ class DamagedBackend(ScriptedBackend):
         return DamagedProgram(trainable, 0.0)
 
 
-class DamagedFactory(Scripted):
+class DamagedFactory(ScriptedFactory):
     def __init__(self):
         super().__init__()
         self._backend = DamagedBackend()
@@ -135,20 +135,20 @@ class DamagedFactory(Scripted):
 @on_uvloop
 async def test_damaged_worker_halts_the_run_before_the_commit(tmp_path):
     async with live_service(tmp_path, 2) as live:
-        live.worker("good")
-        live.worker("damaged", backend_factory=DamagedFactory())
+        live.start_worker("good")
+        live.start_worker("damaged", backend_factory=DamagedFactory())
         live.service.submit(scripted_spec(double_check_every=1))
         halt = await live.wait_for("halted")
         assert "workers 'damaged' and 'good' have the same numerics profile" in halt["reason"]
-        assert not live.first("committed", step=halt["step"])
+        assert not live.find_event("committed", step=halt["step"])
 
 
 @on_uvloop
 async def test_double_check_changes_no_bit(tmp_path):
-    reference = await undisturbed(tmp_path / "alone", scripted_spec(double_check_every=0))
+    reference = await run_undisturbed(tmp_path / "alone", scripted_spec(double_check_every=0))
     async with live_service(tmp_path / "three", 3) as live:
         for name in ("w0", "w1", "w2"):
-            live.worker(name)
+            live.start_worker(name)
         result = await live.result(live.service.submit(scripted_spec(double_check_every=1)))
     assert result["weights_digest"] == reference["weights_digest"]
     assert result["exact"]

@@ -17,7 +17,7 @@ from protocol.exact.update import global_norm
 from protocol.spec.manifest import Block, TensorSpec
 from protocol.spec.sections.exchange import ExchangeSpec
 from protocol.wire.messages import BlockGradientPayload, SubtreeLoss
-from tests.reference_bfloat16 import nearest
+from tests.reference_bfloat16 import round_to_bfloat16
 
 BLOCKS = tuple(
     Block(
@@ -51,7 +51,7 @@ def identity_rounding(total):
     return total
 
 
-ROUNDING = {"float32": identity_rounding, "bfloat16": nearest}
+ROUNDING = {"float32": identity_rounding, "bfloat16": round_to_bfloat16}
 EXCHANGES = st.builds(
     ExchangeSpec, precision=st.sampled_from([*ROUNDING]), averages=st.sampled_from([*ROUNDING])
 )

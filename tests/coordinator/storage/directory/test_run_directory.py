@@ -24,12 +24,12 @@ from tests.durable_run import (
     MANIFEST,
     RUN_ID,
     SPEC,
-    append_step,
+    append_averages,
     averages,
     commit_of,
+    initial_replica,
     log_step,
     record_of,
-    state_zero,
 )
 
 ROOT = Path(__file__).parents[4]
@@ -151,7 +151,7 @@ def begin_run(path, *, checkpoint=True):
     directory.begin(RUN_ID, SPEC)
     directory.write_manifest(MANIFEST)
     if checkpoint:
-        write_state(directory, state_zero())
+        write_state(directory, initial_replica())
     return directory
 
 
@@ -168,7 +168,7 @@ def open_log(directory, **options):
 
 
 def trained_replica(steps):
-    replica = state_zero()
+    replica = initial_replica()
     for step in range(steps):
         scalars = commit_of(step, step + 1).scalars
         assert scalars is not None
@@ -236,14 +236,14 @@ def test_state_after_the_last_commit_is_recovered(tmp_path, checkpoint_step):
     directory = begin_run(tmp_path)
     log = open_log(directory)
     for step in range(5):
-        append_step(log, step)
+        append_averages(log, step)
         digest = trained_replica(step).state_digest()
         log.commit(record_of(step, step + 1, state_before=digest))
         if step + 1 == checkpoint_step:
             log.roll()
             write_state(directory, trained_replica(checkpoint_step))
             log.remove_segments(checkpoint_step)
-    append_step(log, 5)
+    append_averages(log, 5)
     log.close()
     recovery = recover(directory)
     assert recovery is not None
@@ -333,7 +333,7 @@ def test_replay_with_another_digest_is_refused(tmp_path):
     directory = begin_run(tmp_path)
     log = open_log(directory)
     log_step(log, 0)
-    append_step(log, 1)
+    append_averages(log, 1)
     log.commit(record_of(1, 2, state_before="0" * 64))
     log.close()
     recovery = recover(directory)
@@ -373,4 +373,4 @@ def test_file_in_place_of_a_directory_is_named_at_once(tmp_path, name):
 def test_file_in_place_of_a_model_has_a_remedy(tmp_path):
     (tmp_path / MANIFEST.export.directory).write_text("")
     with pytest.raises(StorageFailed, match="expected a directory, got a file; remove it"):
-        write_model(tmp_path, MANIFEST, state_zero())
+        write_model(tmp_path, MANIFEST, initial_replica())

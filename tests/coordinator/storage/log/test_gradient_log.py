@@ -24,7 +24,7 @@ from tests.durable_run import (
     BLOCKS,
     MANIFEST,
     RUN_ID,
-    append_step,
+    append_averages,
     averages,
     commit_of,
     log_step,
@@ -79,7 +79,7 @@ def write_log(directory, steps, **options):
 def test_committed_steps_round_trip_bit_for_bit(tmp_path):
     log = open_log(tmp_path)
     for step in range(3):
-        append_step(log, step)
+        append_averages(log, step)
         log.commit(record_of(step, step + 1, state_before=f"{step:064x}"))
     log.close()
     assert contents(tmp_path) == expected((1, 0, 0), (1, 1, 0), (1, 2, 0))
@@ -153,9 +153,9 @@ def test_log_with_other_chunk_sizes_is_read_in_current_chunks(tmp_path, monkeypa
 
 def test_uncommitted_chunks_are_ignored(tmp_path):
     log = open_log(tmp_path)
-    append_step(log, 0, attempt=0)
+    append_averages(log, 0, attempt=0)
     log_step(log, 0, attempt=1)
-    append_step(log, 1)
+    append_averages(log, 1)
     log.close()
     assert contents(tmp_path) == expected((1, 0, 1))
 
@@ -217,7 +217,7 @@ def test_writes_of_a_killed_coordinator_are_synced_before_they_count(tmp_path, m
 def test_replaced_coordinator_does_not_repair_its_segment(tmp_path, monkeypatch):
     lock = DirectoryLock.acquire(tmp_path)
     log = open_log(tmp_path / "log", term=lock.term, guard=lock.check)
-    append_step(log, 0)
+    append_averages(log, 0)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fdatasync", _raise_io_error)
         with pytest.raises(StorageFailed):
@@ -227,7 +227,7 @@ def test_replaced_coordinator_does_not_repair_its_segment(tmp_path, monkeypatch)
     DirectoryLock.acquire(tmp_path)
     assert step_numbers(tmp_path / "log", repair=True) == [0]
     with pytest.raises(RunFailed):
-        append_step(log, 0, attempt=1)
+        append_averages(log, 0, attempt=1)
     assert step_numbers(tmp_path / "log") == [0]
 
 
@@ -272,7 +272,7 @@ def test_any_history_reads_back_like_a_dictionary(tmp_path_factory, history, dat
                 naive.committed[step] = None
                 naive.attempt = 0
             case "retry":
-                append_step(log, step, term=term, attempt=attempt)
+                append_averages(log, step, term=term, attempt=attempt)
                 naive.attempt += 1
             case "roll":
                 log.roll()
@@ -389,7 +389,7 @@ def test_writes_of_a_replaced_coordinator_do_not_count(tmp_path):
     log_step(old_log, 1, attempt=7)
     log_step(old_log, 2)
     log_step(new_log, 1, term=2)
-    append_step(old_log, 3)
+    append_averages(old_log, 3)
     assert contents(tmp_path) == expected((1, 0, 0), (2, 1, 0))
 
 
@@ -476,7 +476,7 @@ def test_maintained_index_equals_the_scanned_index(tmp_path):
         if step == 1:
             log.roll()
         if step == 2:
-            append_step(log, 3, attempt=3)  # uncommitted chunks, which take space
+            append_averages(log, 3, attempt=3)  # uncommitted chunks, which take space
     indexed = [(s.step, s.record, s.chunks, s.end) for s in log.index.steps_from(0)]
     assert indexed == index_of(tmp_path)
     log.close()
@@ -573,7 +573,7 @@ def test_failed_system_call_is_retried(tmp_path, monkeypatch, call, number):
 
 def test_commit_with_failed_sync_disappears_with_the_next_attempt(tmp_path, monkeypatch):
     log = open_log(tmp_path)
-    append_step(log, 0)
+    append_averages(log, 0)
     with monkeypatch.context() as patch:
         FailingCall(patch, "fdatasync", 1, half=False)
         with pytest.raises(StorageFailed):
@@ -615,7 +615,7 @@ def test_log_continues_after_its_directory_was_missing(tmp_path):
     log = open_log(tmp_path / "log")
     log_step(log, 0)
     (tmp_path / "log").rename(tmp_path / "away")
-    append_step(log, 1)
+    append_averages(log, 1)
     with pytest.raises(StorageFailed, match="restore what is missing"):
         log.commit(record_of(1, 2))
     with pytest.raises(StorageFailed):

@@ -32,13 +32,13 @@ from tests.durable_run import (
     SPEC,
     averages,
     commit_of,
+    initial_replica,
     small_disk,
-    state_zero,
 )
 
 
 def trained_replica(steps, optimizer=SPEC.optimizer):
-    replica = state_zero()
+    replica = initial_replica()
     if optimizer is not SPEC.optimizer:
         replica = Replica(BLOCKS, optimizer)
     for step in range(steps):
@@ -346,7 +346,7 @@ def test_metrics_of_an_older_release_are_read(tmp_path):
 
 
 def test_values_that_are_not_finite_survive(tmp_path):
-    replica = state_zero()
+    replica = initial_replica()
     replica.parameters[0][:2] = np.array([0x7FC00001, 0x80000000], np.uint32).view(np.float32)
     write_checkpoint(tmp_path, MANIFEST, replica, run_id=RUN_ID, term=1, losses=[])
     loaded = load_replica(latest(tmp_path)[0], MANIFEST, SPEC.optimizer)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.exact.reduction.bfloat16 import ELEMENT_BYTES, packed, rounded, unpacked
-from tests.reference_bfloat16 import nearest
+from tests.reference_bfloat16 import round_to_bfloat16
 
 BITS = st.one_of(
     st.integers(0, 2**32 - 1),
@@ -28,7 +28,7 @@ def test_values_round_to_the_nearest(bits):
     values = floats(bits)
     result = rounded(values.copy())
     is_finite = np.isfinite(values)
-    assert result[is_finite].tobytes() == nearest(values[is_finite]).tobytes()
+    assert result[is_finite].tobytes() == round_to_bfloat16(values[is_finite]).tobytes()
     non_finite = np.where(np.isnan(values), np.float32("nan"), values)[~is_finite]
     assert result[~is_finite].tobytes() == non_finite.tobytes()
     assert not (result.view(np.uint32) & 0xFFFF).any()
@@ -55,7 +55,7 @@ def test_rounded_bits_match_the_definition(bits, expected_bits):
 
 def test_a_long_array_is_rounded_everywhere_in_place():
     values = np.random.default_rng(0).standard_normal(100_003).astype(np.float32)
-    expected = nearest(values)
+    expected = round_to_bfloat16(values)
     assert rounded(values) is values
     assert values.tobytes() == expected.tobytes()
 

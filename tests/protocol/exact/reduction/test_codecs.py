@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from protocol.exact.reduction.codecs import body_bytes, packed, projected, unpacked
-from tests.reference_bfloat16 import nearest
+from tests.reference_bfloat16 import round_to_bfloat16
 
 CODECS = ("float32", "bfloat16", "int8", "int4", "topk")
 FLOATS = st.floats(
@@ -37,13 +37,13 @@ def keep_largest(values):
         for _ in range(math.ceil(len(part) / 64)):
             largest = max(candidates, key=lambda index: (abs(part[index]), -index))
             candidates.remove(largest)
-            result[lo + largest] = nearest(part[largest : largest + 1])[0]
+            result[lo + largest] = round_to_bfloat16(part[largest : largest + 1])[0]
     return result
 
 
 NAIVE = {
     "float32": lambda values: values,
-    "bfloat16": nearest,
+    "bfloat16": round_to_bfloat16,
     "int8": lambda values: round_by_group(values, 64, 127),
     "int4": lambda values: round_by_group(values, 32, 7),
     "topk": keep_largest,

@@ -1,7 +1,7 @@
-"""The structure of the product, read from its imports: `python -m tests.house` prints it.
+"""The structure of the product, read from its imports: `python -m tests.structure` prints it.
 
-A chapter is a folder of modules. The table says which chapters a chapter may import; `test_tidy.py`
-checks the tree against it, and checks that pure chapters are pure.
+A chapter is a folder of modules. A table lists the chapters that each chapter may import;
+`test_tidy.py` checks the imports against it, and checks that pure chapters are pure.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SHADERS: Final = (
     "backends.wgpu.shaders", "backends.wgpu.shaders.attention", "backends.wgpu.shaders.matmul",
 )  # fmt: skip
 
-MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
+ALLOWED_CHAPTERS: Final[dict[str, tuple[str, ...]]] = {
     "protocol": (),
     "protocol.base": (),
     "protocol.spec.sections": ("protocol.base",),
@@ -178,10 +178,10 @@ MAY_IMPORT: Final[dict[str, tuple[str, ...]]] = {
         "coordinator.members", "coordinator.operator",
     ),
 }  # fmt: skip
-"""Which chapters a chapter may import; "*" for the top of a package: all chapters of
-the package, and of the packages that it may import."""
+"""The chapters that each chapter may import. "*", for the top of a package, allows all chapters of
+the package and of the packages that it may import."""
 
-PACKAGE_MAY: Final = {
+ALLOWED_PACKAGES: Final = {
     "protocol": {"protocol"},
     "backends": {"backends", "protocol"},
     "coordinator": {"coordinator", "protocol"},
@@ -189,13 +189,13 @@ PACKAGE_MAY: Final = {
     "samestep": {"samestep", "worker", "backends", "protocol", "coordinator"},
 }
 
-PURE: Final = (
+PURE_CHAPTERS: Final = (
     "protocol.exact.kernels", *_EXACT, "worker.logic",
     "coordinator.run", "coordinator.run.outputs",
     "coordinator.run.exchange", "coordinator.run.workers",
 )  # fmt: skip
-"""Chapters whose modules read no clock, socket, file, thread or random source, nor does anything
-they import."""
+"""Chapters whose modules, and everything that they import, use no clock, socket, file, thread or
+random source."""
 
 PURE_MODULES: Final = (
     "protocol.wire.connection", "protocol.wire.frames", "worker.peers.gradient_exchange",
@@ -205,8 +205,8 @@ PURE_MODULES: Final = (
 
 @cache
 def modules() -> dict[str, Path]:
-    """Return every module of the product by dotted name; a package's `__init__` by the package's
-    name."""
+    """Return the file of every module of the product by dotted name; that of `__init__.py` is the
+    package's."""
     path_by_name = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -259,7 +259,7 @@ def imports_between_modules() -> dict[str, set[str]]:
 
 @cache
 def arrows() -> dict[tuple[str, str], set[str]]:
-    """Return, for each pair of chapters, the modules that import across."""
+    """Return the modules of the first chapter that import the second, for each pair of chapters."""
     path_by_name = modules()
     importing_modules: dict[tuple[str, str], set[str]] = defaultdict(set)
     for name, targets in imports_between_modules().items():
@@ -274,9 +274,9 @@ def reachable(start: str, graph: dict[str, set[str]]) -> set[str]:
     """Return everything that `start` leads to, including itself."""
     visited, pending = {start}, [start]
     while pending:
-        new = graph.get(pending.pop(), set()) - visited
-        visited |= new
-        pending += new
+        new_targets = graph.get(pending.pop(), set()) - visited
+        visited |= new_targets
+        pending += new_targets
     return visited
 
 
@@ -289,7 +289,7 @@ def cycles() -> list[tuple[str, str]]:
 
 
 def module_cycles() -> list[str]:
-    """Return modules that import themselves through others, type checking included."""
+    """Return modules that import themselves through others, including imports for type checking."""
     graph = imports_between_modules()
     return [
         name for name, targets in sorted(graph.items())
@@ -309,7 +309,7 @@ def main() -> None:
         print(f"{chapter:30} {len(lines) - 1:3} files {sum(lines):6} lines -> ", end="")
         print(" ".join(sorted(targets_by_chapter[chapter])) or "-")
     print(f"{sum(map(len, files.values()))} files, {sum(map(sum, files.values()))} lines")
-    print("arrows that run back:", cycles() or "none")
+    print("arrows in cycles:", cycles() or "none")
 
 
 if __name__ == "__main__":

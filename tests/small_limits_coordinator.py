@@ -1,4 +1,4 @@
-"""A coordinator with small buffers: `python -m tests.small_buffers ARGUMENTS...`.
+"""A coordinator with small buffers: `python -m tests.small_limits_coordinator ARGUMENTS...`.
 
 The coordinator's memory per connection is then small compared with its memory per parameter.
 """
@@ -16,7 +16,7 @@ SMALL_LIMITS = {
     "SEGMENT_SUMS_BYTES": MIB // 2,
     "SEGMENT_AVERAGES_BYTES": 1 * MIB,
     "SEGMENT_MAPPED_BYTES": MIB // 2,
-    "SEND_AHEAD_BYTES": 4 * MIB,  # a joiner keeps pace on a loaded machine
+    "SEND_AHEAD_BYTES": 4 * MIB,  # a joining worker keeps up on a loaded machine
     "BODY_BYTES": 1 * MIB,
     "CHUNK_ELEMENTS": MIB // 4,
     "REPLAY_BYTES": 1 * MIB,
