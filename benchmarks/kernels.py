@@ -70,11 +70,11 @@ def cases(elements: int) -> tuple[dict[str, Work], list[Array]]:
         assert average.average(total, 3.0, out)
         average.square_sum(out)
 
-    rounded_values = bfloat16.rounded(total.copy())
-    bodies = {codec: codecs.packed(rounded_values, codec).view(np.uint8) for codec in CODECS}
+    rounded_values = bfloat16.round_to_bfloat16(total.copy())
+    bodies = {codec: codecs.pack(rounded_values, codec).view(np.uint8) for codec in CODECS}
 
     def pack(codec: Codec) -> None:
-        codecs.packed(rounded_values if codec == "bfloat16" else total, codec)
+        codecs.pack(rounded_values if codec == "bfloat16" else total, codec)
 
     functions: dict[str, Work] = {
         **{f"update and check, {name}": partial(step, name) for name in RULES},
@@ -84,11 +84,11 @@ def cases(elements: int) -> tuple[dict[str, Work], list[Array]]:
         f"coordinator's step, {WORKERS} workers": coordinator_step(step, state, total, out),
         "add, bfloat16, and check": partial(add, tree_sum.add_rounded),
         "average, check, sum of squares": average_and_check,
-        "round to bfloat16": lambda: bfloat16.rounded(rounded_values),
+        "round to bfloat16": lambda: bfloat16.round_to_bfloat16(rounded_values),
         "check alone": lambda: check_finite([total]),
         **{f"{codec} pack": partial(pack, codec) for codec in CODECS},
         **{
-            f"{codec} unpack": partial(codecs.unpacked, bodies[codec], codec, elements)
+            f"{codec} unpack": partial(codecs.unpack, bodies[codec], codec, elements)
             for codec in CODECS
         },
     }

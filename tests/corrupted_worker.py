@@ -23,13 +23,13 @@ def flip_parameter_bit(step: int) -> None:
     has_flipped = False
 
     def flip_and_apply(
-        self: Replica, averages: Sequence[Array], scalars: StepScalars, *, hashing: bool = False
+        self: Replica, averages: Sequence[Array], scalars: StepScalars, *, should_hash: bool = False
     ) -> None:
         nonlocal has_flipped
         if self.step + 1 == step and not has_flipped:
             has_flipped = True
             self.parameters[0].view(np.uint32)[0] ^= 1 << 20
-        apply(self, averages, scalars, hashing=hashing)
+        apply(self, averages, scalars, should_hash=should_hash)
 
     Replica.apply = flip_and_apply  # type: ignore[method-assign]
 

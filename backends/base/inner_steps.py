@@ -147,7 +147,9 @@ class HostInnerSteps:
         """See `InnerSteps`."""
         parameters, *moments = [[array.copy() for array in arrays] for arrays in self._arrays()]
         missed_updates = (
-            [counts.copy() for counts in self._replica.missed] if self._replica.has_missed else []
+            [counts.copy() for counts in self._replica.missed]
+            if self._replica.has_missed_updates
+            else []
         )
         return InnerState(parameters, moments, missed_updates)
 

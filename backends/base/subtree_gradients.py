@@ -22,7 +22,7 @@ from backends.base.interface import (
     Program,
 )
 from protocol.base.errors import SamestepError
-from protocol.exact.reduction.bfloat16 import rounded
+from protocol.exact.reduction.bfloat16 import round_to_bfloat16
 from protocol.exact.reduction.tree import Subtree
 from protocol.exact.reduction.tree_sum import ADDITIONS, TreeSum
 from protocol.spec.manifest import Block
@@ -83,7 +83,7 @@ class HostSums:
             The subtree's sum of the block after its last leaf, owned by the caller; else None.
         """
         if self._precision == "bfloat16":
-            values = rounded(_concatenate(values))
+            values = round_to_bfloat16(_concatenate(values))
         self._blocks[block].put(Subtree(leaf, leaf + 1), values)
         total = self._blocks[block].total
         if total is None:

@@ -74,7 +74,7 @@ from protocol.base.errors import (
     describe_raised,
 )
 from protocol.exact.embedding_rows import Rows
-from protocol.exact.reduction.absent import absent, present
+from protocol.exact.reduction.absent import absent_gradient, mark_present
 from protocol.spec.sections.model import BaseDtype
 from protocol.spec.sections.optimizer import OptimizerSpec
 
@@ -545,7 +545,9 @@ class EagerProgram(HostSummedProgram):
         block, sums = self._blocks[number], work.sums
         if sums is None or self._copier is None:
             host_parts = (
-                absent(tensor.elements) if part is None else present(part.cpu().numpy())
+                absent_gradient(tensor.elements)
+                if part is None
+                else mark_present(part.cpu().numpy())
                 for tensor, part in zip(block.tensors, parts, strict=True)
             )
             work.put(BlockParts(number, tuple(host_parts)))

@@ -21,9 +21,9 @@ from backends.eager.torch_devices import has_float64
 from protocol.exact.parameter_groups import TensorRule, tensor_rule
 from protocol.exact.update import (
     StepScalars,
+    adapt_scalars,
     counts_updates,
     moment_count,
-    scalars_after,
     step_scalars,
 )
 from protocol.spec.manifest import Block
@@ -241,7 +241,7 @@ class EagerInnerSteps:
         groups_with_scalars = []
         for (rule, missed_count), numbers in numbers_by_rule.items():
             group_scalars = (
-                scalars_after(self._optimizer, scalars, update - missed_count)
+                adapt_scalars(self._optimizer, scalars, update - missed_count)
                 if missed_count
                 else scalars
             )

@@ -75,7 +75,7 @@ from backends.wgpu.weights.split_tables import split_tables
 from protocol.base.errors import DataError, DeviceError, SamestepError
 from protocol.base.limits import MICROBATCHES_PER_STEP, byte_size
 from protocol.exact.embedding_rows import Rows, split_fields
-from protocol.exact.reduction.absent import absent, mark_absent
+from protocol.exact.reduction.absent import absent_gradient, mark_absent
 from protocol.exact.subnormals import subnormals_are_kept
 from protocol.machine.allocator import give_back_freed_memory
 from protocol.spec.manifest import Block
@@ -562,7 +562,9 @@ class VulkanProgram:
         if self._absent_gradient is None:
             largest_elements = max(elements for sizes in self._output_sizes for elements in sizes)
             self._absent_gradient = self._device.buffer(4 * largest_elements)
-            self._device.upload(self._absent_gradient, absent(largest_elements).view(np.uint32))
+            self._device.upload(
+                self._absent_gradient, absent_gradient(largest_elements).view(np.uint32)
+            )
         return self._absent_gradient
 
     def _backward_order(self) -> Sequence[int]:
@@ -648,7 +650,7 @@ class VulkanProgram:
 
     def _absent_gradients(self, batch: Batch) -> Iterator[BlockGradient | Loss]:
         for number in self._backward_order():
-            yield BlockGradient(number, absent(self._blocks[number].elements))
+            yield BlockGradient(number, absent_gradient(self._blocks[number].elements))
         yield Loss(0.0, batch.weight)
 
     def _pack_batch(self, placed_plan: PlacedPlan, batch: Batch, seed: int) -> NDArray[np.uint32]:

@@ -105,7 +105,7 @@ class StateProof:
         if self.replica is None or self.replica.step < info.step:
             self.replica = load_replica(checkpoint, self._manifest, self._run.spec.step_optimizer)
             self.steps_since_checkpoint = 0
-        elif not self.replica.has_state(info.state_digest):
+        elif not self.replica.has_digest(info.state_digest):
             self.faults.append(
                 f"replaying the steps does not lead to the checkpoint of step {info.step}"
             )
@@ -152,7 +152,7 @@ class StateProof:
             ("journal says", journal_commit.state_before),
             ("metrics in the journal say", figures.state_digest if figures else None),
         ):
-            if digest is not None and not replica.has_state(digest):
+            if digest is not None and not replica.has_digest(digest):
                 yield (
                     f"the {name} that the state before this step had digest {digest}; replaying "
                     f"the steps gives {replica.state_digest()}"
@@ -222,7 +222,7 @@ class StateProof:
             ("the run ended with", end[1].state_digest),
             ("the last metrics are of", figures.state_digest if figures else None),
         ):
-            if recorded_digest is not None and not self.replica.has_state(recorded_digest):
+            if recorded_digest is not None and not self.replica.has_digest(recorded_digest):
                 self.faults.append(
                     f"{description} state {recorded_digest}; replaying the steps gives "
                     f"{self.replica.state_digest()}"

@@ -54,7 +54,7 @@ from protocol.exact.plateau import Plateau
 from protocol.exact.reduction.reducer import NonFinite, parse_origin
 from protocol.exact.reduction.tree import Subtree, leaves_of
 from protocol.exact.samples import SampleOrder
-from protocol.exact.schedule import FLOOR, first_scale, scale_after, scales
+from protocol.exact.schedule import MIN_LOSS_SCALE, initial_loss_scale, next_loss_scale, scales_loss
 from protocol.exact.update import step_scalars
 from protocol.spec.manifest import Block, Manifest
 from protocol.spec.run_spec import RunSpec
@@ -200,7 +200,7 @@ class Progress:
         self.agreement = Agreement()
         self.mixed = False
         self.numerics_profiles: set[str] = set()
-        self.loss_scale = self._initial_scale = first_scale(spec)
+        self.loss_scale = self._initial_scale = initial_loss_scale(spec)
         self._stragglers = Stragglers(members)
         self._pending_commit: _PendingCommit | None = None
         self._redone_digests: Mapping[int, str | None] = {}
@@ -535,7 +535,7 @@ class Progress:
         Returns:
             No actions if losses are not scaled, or the scale is already at its minimum.
         """
-        if not scales(self._spec) or self.loss_scale <= FLOOR:
+        if not scales_loss(self._spec) or self.loss_scale <= MIN_LOSS_SCALE:
             return []
         self.loss_scale /= 2.0
         self.attempt += 1
@@ -703,7 +703,7 @@ class Progress:
             norm = norms.whole
             scalars = step_scalars(
                 self._spec.step_optimizer, updates, self.step, self.steps, norms,
-                loss_scale=self.loss_scale if scales(self._spec) else 0.0,
+                loss_scale=self.loss_scale if scales_loss(self._spec) else 0.0,
                 rate_factor=self.plateau.factor_at(self.step),
             )  # fmt: skip
             loss, digest = round_.loss, round_.averages_digest()
@@ -762,7 +762,7 @@ class Progress:
         self.step += 1
         # A skipped step records no scale: a restart would know only that of the previous step.
         scale = self._initial_scale if commit.scalars is None else self.loss_scale
-        self.loss_scale = self._initial_scale = scale_after(self._spec, scale, self.step)
+        self.loss_scale = self._initial_scale = next_loss_scale(self._spec, scale, self.step)
         self.attempt = 0
         computing = self._members.names(*COMPUTING)
         self.agreement.expect_answers(self.step, computing)

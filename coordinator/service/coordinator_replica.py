@@ -100,7 +100,7 @@ class CoordinatorReplica:
             if scalars is None:
                 self._replica.skip()
             else:
-                self._replica.apply(averages, scalars, hashing=True)
+                self._replica.apply(averages, scalars, should_hash=True)
             return self._current_state()
 
         return await self._in_thread(work)
@@ -115,7 +115,7 @@ class CoordinatorReplica:
 
     def _current_state(self) -> ReplicaState:
         replica = self._replica
-        return ReplicaState(replica.step, replica.state_digest(), replica.location_not_finite())
+        return ReplicaState(replica.step, replica.state_digest(), replica.non_finite_location())
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         async with self._lock:

@@ -71,7 +71,7 @@ from protocol.base.errors import (
 from protocol.base.fields import cut_text
 from protocol.exact.parameter_groups import ClippedGroups
 from protocol.exact.reduction.average import Array
-from protocol.exact.reduction.codecs import unpacked
+from protocol.exact.reduction.codecs import unpack
 from protocol.machine.machine import Machine
 from protocol.machine.trace import Tracer, now_us
 from protocol.spec.manifest import Block, Manifest
@@ -252,9 +252,9 @@ class Execution:
     def _values(self, message: Message, raw: Bytes) -> Array:
         codec = codec_of(message, self._exchange)
         if not isinstance(message, GradientPayload):
-            return unpacked(raw, codec, len(raw) // (2 if codec == "bfloat16" else 4))
+            return unpack(raw, codec, len(raw) // (2 if codec == "bfloat16" else 4))
         piece = self._replica.manifest.blocks[message.block].chunk_slice(message.chunk)
-        return unpacked(raw, codec, piece.stop - piece.start)
+        return unpack(raw, codec, piece.stop - piece.start)
 
     def lost(self, session: MemberSession, reason: str) -> None:
         """Note that a member's connection has ended."""

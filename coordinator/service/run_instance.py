@@ -32,7 +32,7 @@ from coordinator.storage.states.checkpoint import FORMAT, checkpoint_steps
 from protocol import __version__
 from protocol.base.errors import Mismatch, SamestepError, StorageDamaged, UsageError
 from protocol.base.option_names import option
-from protocol.exact.schedule import first_scale, scale_after, scales
+from protocol.exact.schedule import initial_loss_scale, next_loss_scale, scales_loss
 from protocol.spec.run_spec import RunSpec
 
 
@@ -156,7 +156,7 @@ def load_run(
     metrics: dict[int, dict[str, float]] = {}
     if stored_run.spec.stop is not None or stored_run.spec.optimizer.plateau is not None:
         metrics = evaluations(directory.journal, recovery.step)
-    scale = _loss_scale(directory, recovery) if scales(stored_run.spec) else None
+    scale = _loss_scale(directory, recovery) if scales_loss(stored_run.spec) else None
     resumption = replace(_resumption(recovery, admission), metrics=metrics, loss_scale=scale)
     if not rollback_notes:
         _check_complete(directory, recovery)
@@ -228,13 +228,13 @@ def _loss_scale(directory: RunDirectory, recovery: Recovery) -> float:
         for logged_step in recovery.logged
         if logged_step.record.commit.scalars is not None
     }
-    scale_step, scale = -1, first_scale(spec)
+    scale_step, scale = -1, initial_loss_scale(spec)
     if logged_scales:
         scale_step, scale = max(logged_scales.items())
     elif (newest := newest_scale(directory.journal, recovery.step)) is not None:
         scale_step, scale = newest
     for step in range(max(scale_step + 1, 1), recovery.step + 1):
-        scale = scale_after(spec, scale, step)
+        scale = next_loss_scale(spec, scale, step)
     return scale
 
 

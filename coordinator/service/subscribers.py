@@ -18,7 +18,7 @@ from coordinator.storage.log.log_index import LoggedStep
 from coordinator.storage.run_storage import LogHold, RunStorage, replay_bytes
 from coordinator.storage.states.checkpoint_state import CheckpointState
 from protocol.exact.reduction.average import Array
-from protocol.exact.reduction.codecs import packed
+from protocol.exact.reduction.codecs import pack
 from protocol.spec.manifest import Manifest
 from protocol.spec.sections.exchange import Codec
 from protocol.wire.connection import EncodedMessage, encode
@@ -68,7 +68,7 @@ class Subscribers:
         self, message: Message, body: Array | None, served_by_peers: frozenset[str] = frozenset()
     ) -> None:
         """Send a message to all subscribers not in `served_by_peers`, and keep it for joiners."""
-        frame = encode(message, None if body is None else packed(body, self._codec))
+        frame = encode(message, None if body is None else pack(body, self._codec))
         for name in sorted(self._names - served_by_peers):
             session = self._sessions.get(name)
             if session is not None:
@@ -208,7 +208,7 @@ class Subscribers:
                 is_block = manifest.blocks[block].kind == "block"
                 kind = AveragedBlockGradient if is_block else AveragedNonBlockGradient
                 message = kind(**step_id, block=block, chunk=chunk)
-                channel.send(encode(message, packed(values, self._codec)))
+                channel.send(encode(message, pack(values, self._codec)))
         if not self.over:
             channel.send(encode(commit.model_copy(update={"term": term})))
 

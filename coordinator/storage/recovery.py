@@ -72,7 +72,7 @@ class Recovery:
         for logged_step in self.logged:
             averages = read_averages(logged_step, self.manifest.blocks)
             digest = logged_step.record.state_before if logged_step is self.logged[-1] else None
-            if digest is not None and not replica.has_state(digest):
+            if digest is not None and not replica.has_digest(digest):
                 reason = (
                     f"the steps before {logged_step.step} do not lead to the recorded state; "
                     "restore it from a copy, or roll back to a checkpoint before it (--from-step N)"

@@ -11,13 +11,13 @@ every machine has whole tensors. The order of every sum is stated here, and all 
     p *= 1 - lr d;  p -= lr max(min_parameter_rms, rms(p)) u
 
 A tensor of more than two dimensions is a stack of matrices of its last two. With `relative_step`,
-lr is at most 1 / sqrt(t); without `scale_parameter` it is not multiplied by rms(p). t counts the
-run's updates, also for a tensor that has missed some.
+lr is at most 1 / sqrt(t); without `scale_parameter` it is not multiplied by max(min_parameter_rms,
+rms(p)). t counts the updates of the run, even for a tensor that has missed some.
 
-A column is summed from the first row to the last. A row is cut into pieces of `PIECE_COLUMNS`. In a
-piece, column j belongs to lane j % `LANES`, and a lane is summed from first to last. Then the lanes
-are halved until one is left: lane i + half is added to lane i. Pieces are added from first to last.
-The mean of r is halved in the same way.
+A column is summed from the first row to the last. A row is cut into pieces of `PIECE_COLUMNS`
+columns. In a piece, column j belongs to lane j % `LANES`, and a lane is summed from first to last.
+Then the lanes are halved until one is left: lane i + half is added to lane i. Pieces are added from
+first to last. The mean of r is halved in the same way.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from protocol.spec.sections.optimizer import OptimizerSpec
 
 PIECE_COLUMNS: Final = 1024
 LANES: Final = 16
-"""Both are part of the definition of a row's sum, and are in kernels/adafactor.c too."""
+"""Both are part of the definition of a row's sum; kernels/adafactor.c repeats them."""
 _STRIP_ELEMENTS: Final = 65_536
 """Elements that numpy computes at a time; no bit depends on it."""
-Wide = NDArray[np.float64]
+Float64Array = NDArray[np.float64]
 
 
 def factor_elements(shape: tuple[int, ...]) -> int:
@@ -108,7 +108,7 @@ def _normalize(scalars: StepScalars, gradient: Array, factors: Array) -> Array:
         flat, out = gradient.reshape(-1), update.reshape(-1)
         for lo in range(0, flat.size, _STRIP_ELEMENTS):
             part = slice(lo, lo + _STRIP_ELEMENTS)
-            _move(scalars, factors[part], _squares(scalars, flat[part]))
+            _update_means(scalars, factors[part], _squares(scalars, flat[part]))
             np.divide(flat[part], np.sqrt(factors[part]), out=out[part])
         return update
     *_, rows, columns = shape
@@ -120,8 +120,8 @@ def _normalize(scalars: StepScalars, gradient: Array, factors: Array) -> Array:
     for lo in range(0, count, matrices):
         part = slice(lo, lo + matrices)
         row_sums, column_sums = _square_sums(scalars, stack[part])
-        _move(scalars, row_means[part], row_sums / columns)
-        _move(scalars, column_means[part], column_sums / rows)
+        _update_means(scalars, row_means[part], row_sums / columns)
+        _update_means(scalars, column_means[part], column_sums / rows)
     out = update.reshape(stack.shape)
     float64_means = row_means.astype(np.float64)
     mean = _sum_in_halves(float64_means.copy())[:, None] / rows
@@ -132,13 +132,13 @@ def _normalize(scalars: StepScalars, gradient: Array, factors: Array) -> Array:
     return update
 
 
-def _squares(scalars: StepScalars, gradient: Array) -> Wide:
+def _squares(scalars: StepScalars, gradient: Array) -> Float64Array:
     squares = gradient.astype(np.float64)
     np.multiply(squares, squares, out=squares)
     return np.add(squares, scalars.epsilon, out=squares)
 
 
-def _move(scalars: StepScalars, means: Array, new: Wide) -> None:
+def _update_means(scalars: StepScalars, means: Array, new: Float64Array) -> None:
     """Move means toward the new means, in float64, and round once."""
     float64_means = means.astype(np.float64)
     np.subtract(new, float64_means, out=new)
@@ -146,7 +146,7 @@ def _move(scalars: StepScalars, means: Array, new: Wide) -> None:
     np.copyto(means, np.add(float64_means, new, out=float64_means), casting="same_kind")
 
 
-def _square_sums(scalars: StepScalars, matrices: Array) -> tuple[Wide, Wide]:
+def _square_sums(scalars: StepScalars, matrices: Array) -> tuple[Float64Array, Float64Array]:
     """Return the sums of squares by row and by column, shapes (n, rows) and (n, columns)."""
     count, rows, columns = matrices.shape
     pieces = np.empty((count, -(-columns // PIECE_COLUMNS), rows))
@@ -160,7 +160,9 @@ def _square_sums(scalars: StepScalars, matrices: Array) -> tuple[Wide, Wide]:
     return row_sums, column_sums
 
 
-def _square_sums_by_numpy(scalars: StepScalars, matrices: Array, pieces: Wide) -> Wide:
+def _square_sums_by_numpy(
+    scalars: StepScalars, matrices: Array, pieces: Float64Array
+) -> Float64Array:
     """Write the row sums of each piece to `pieces`, and return the sums by column."""
     count, rows, columns = matrices.shape
     column_sums = np.zeros((count, columns))
@@ -176,7 +178,7 @@ def _square_sums_by_numpy(scalars: StepScalars, matrices: Array, pieces: Wide) -
     return column_sums
 
 
-def _row_sums(squares: Wide) -> Wide:
+def _row_sums(squares: Float64Array) -> Float64Array:
     """Return the sum of each row of a piece."""
     count, rows, width = squares.shape
     steps = -(-width // LANES)
@@ -187,16 +189,16 @@ def _row_sums(squares: Wide) -> Wide:
     while half:
         lanes[..., :half] += lanes[..., half : 2 * half]
         half //= 2
-    first_lane: Wide = lanes[..., 0]
+    first_lane: Float64Array = lanes[..., 0]
     return first_lane
 
 
-def _sum_in_halves(values: Wide) -> Wide:
+def _sum_in_halves(values: Float64Array) -> Float64Array:
     """Return the sum of each row: value i + half is added to value i until one is left."""
     n = values.shape[1]
     while n > 1:
         half = -(-n // 2)
         values[:, : n - half] += values[:, half:n]
         n = half
-    first: Wide = values[:, 0]
+    first: Float64Array = values[:, 0]
     return first

@@ -1,13 +1,13 @@
 """Digests of trainable state, the same on every machine.
 
-What people compare and prove (weights, averaged gradients) is BLAKE3 over names, shapes and values.
-The state digest, which replicas compare after every step, reads three times as many bytes. It
-guards against faults, not against forgery: a member that lies can send any digest. So it is BLAKE3
-over XXH3-128 hashes of the values, at several times the speed; the manifest, which all members
-agree on before the first step, has names and shapes.
+Digests that people compare (of weights and averaged gradients) are BLAKE3 over names, shapes and
+values. The state digest, which replicas compare after every step, covers parameters and moments:
+with AdamW three times as many bytes. It guards against faults, not against forgery: a member that
+lies can send any digest. So it is BLAKE3 over XXH3-128 hashes of the values, at several times the
+speed. Names and shapes are in the manifest, which all members agree on before the first step.
 
-The encoding is unambiguous: the length of everything variable precedes it. Integers are unsigned
-and little-endian, values are float32 and little-endian.
+The encoding is unambiguous: each part of variable length is preceded by its length. Integers are
+unsigned and little-endian, values are float32 and little-endian.
 
     tensors   label, u64 count, then by sorted name: u32 name bytes, name in UTF-8,
               u32 dimensions, u64 each dimension, the values in C order
@@ -41,16 +41,16 @@ from protocol.exact.kernels.library import (
 )
 from protocol.spec.manifest import Block
 
-Named = Mapping[str, NDArray[np.float32]]
+NamedTensors = Mapping[str, NDArray[np.float32]]
 
 _TENSORS_LABEL: Final = b"samestep tensors 1\n"
 _STATE_LABEL: Final = b"samestep state 2\n"
 _STATE_1_LABEL: Final = b"samestep state 1\n"
 
 
-def weights_digest(tensors: Named) -> str:
+def weights_digest(tensors: NamedTensors) -> str:
     """Digest named float32 tensors of any shape, in 64 hex digits."""
-    return _tensors(tensors).hex()
+    return _digest_tensors(tensors).hex()
 
 
 def state_digest(
@@ -97,12 +97,16 @@ def write_piece_hashes(array: NDArray[np.float32], hashes: NDArray[np.uint8]) ->
         library.hash_pieces(array, hashes)
         return
     data = _little_endian(array)
-    for piece, out in enumerate(hashes):
-        start = piece * HASHED_BYTES
-        out[:] = np.frombuffer(xxh3_128(data[start : start + HASHED_BYTES]).digest(), np.uint8)
+    for number, piece_hash in enumerate(hashes):
+        start = number * HASHED_BYTES
+        piece_hash[:] = np.frombuffer(
+            xxh3_128(data[start : start + HASHED_BYTES]).digest(), np.uint8
+        )
 
 
-def state_digest_1(step: int, optimizer_step: int, kinds: Collection[tuple[str, Named]]) -> str:
+def state_digest_1(
+    step: int, optimizer_step: int, kinds: Collection[tuple[str, NamedTensors]]
+) -> str:
     """Digest a state in format 1, in 64 hex digits.
 
     Args:
@@ -113,7 +117,7 @@ def state_digest_1(step: int, optimizer_step: int, kinds: Collection[tuple[str, 
     hasher = blake3(_STATE_1_LABEL + struct.pack("<QQI", step, optimizer_step, len(kinds)))
     for kind, tensors in kinds:
         name = kind.encode()
-        hasher.update(struct.pack("<I", len(name)) + name + _tensors(tensors))
+        hasher.update(struct.pack("<I", len(name)) + name + _digest_tensors(tensors))
     return hasher.hexdigest()
 
 
@@ -130,15 +134,15 @@ def averages_digest(block_digests: Iterable[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Streamed:
-    """An array larger than memory: an iterable of its parts in order, consumed once."""
+class StreamedArray:
+    """An array that may be larger than memory: an iterable of its parts in order, consumed once."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     parts: Iterable[NDArray[Any]]
 
 
-def digest_arrays(arrays: Mapping[str, NDArray[Any] | Streamed]) -> str:
+def digest_arrays(arrays: Mapping[str, NDArray[Any] | StreamedArray]) -> str:
     """Digest sorted names, dtypes, shapes and little-endian bytes in C order.
 
     Used to check that two machines have read the same data.
@@ -146,16 +150,16 @@ def digest_arrays(arrays: Mapping[str, NDArray[Any] | Streamed]) -> str:
     hasher = blake3()
     for name in sorted(arrays):
         source = arrays[name]
-        array = source if isinstance(source, Streamed) else np.ascontiguousarray(source)
+        array = source if isinstance(source, StreamedArray) else np.ascontiguousarray(source)
         dtype = array.dtype.newbyteorder("<")
         hasher.update(f"{name}\0{dtype.str}\0{array.shape}\0".encode())
-        for part in array.parts if isinstance(array, Streamed) else (array,):
+        for part in array.parts if isinstance(array, StreamedArray) else (array,):
             little_endian = part.astype(dtype, copy=False)
             hasher.update(little_endian.reshape(-1).view(np.uint8).data)
     return hasher.hexdigest()
 
 
-def _tensors(tensors: Named) -> bytes:
+def _digest_tensors(tensors: NamedTensors) -> bytes:
     elements = sum(array.size for array in tensors.values())
     hasher = blake3(_TENSORS_LABEL, max_threads=threads_for(elements))
     hasher.update(struct.pack("<Q", len(tensors)))

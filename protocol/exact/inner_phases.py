@@ -23,7 +23,7 @@ class InnerPhaseOrder:
     Attributes:
         replicas: K, the number of replicas.
         inner_steps: H, inner steps of a round.
-        total: Inner steps of each replica in the whole run: the length of their schedule.
+        total: Inner steps of each replica in the whole run, which is the length of its schedule.
 
     Args:
         spec: The run spec, with a section `replicas`.

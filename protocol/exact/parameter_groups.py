@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from protocol.exact.reduction.average import Array, nearest_float32, square_sum
 from protocol.exact.update import GradientNorms, StepScalars, global_norm
@@ -20,8 +20,8 @@ class TensorRule(NamedTuple):
         weight_decay: Weight decay; 0 for none.
         clip_group: Index of the tensor's group in `OptimizerSpec.clipped_groups`; None if it is in
             none of them.
-        scales: Index of the tensor's factors in `OptimizerSpec.scheduled_scales`; None if
-            `lr_scale` applies.
+        scales: Index of the tensor's list of learning-rate factors in
+            `OptimizerSpec.scheduled_scales`; None if `lr_scale` applies.
     """
 
     lr_scale: float
@@ -77,8 +77,10 @@ def tensor_rule(name: str, spec: OptimizerSpec) -> TensorRule:
 
 
 def decays(name: str, spec: OptimizerSpec) -> bool:
-    """Return whether weight decay applies outside of groups: the name contains no text of
-    `no_decay`, ignoring case."""
+    """Return whether weight decay applies to a tensor outside of groups.
+
+    It does unless the name contains a text of `no_decay`, ignoring case.
+    """
     lower = name.lower()
     return not any(part.lower() in lower for part in spec.no_decay)
 
@@ -132,11 +134,11 @@ class ClippedGroups:
         )
 
 
-_NAMES_SHOWN = 8
+_MAX_NAMES_SHOWN: Final = 8
 
 
 def unmatched_pattern(spec: OptimizerSpec, blocks: Sequence[Block]) -> str:
-    """Describe a pattern of `optimizer.groups` without a tensor; empty if there is none."""
+    """Describe a pattern of `optimizer.groups` that selects no tensor; empty if there is none."""
     names = [t.name for block in blocks if block.is_trained for t in block.tensors]
     remaining = dict.fromkeys(names)
     for number, group in enumerate(spec.groups):
@@ -146,11 +148,11 @@ def unmatched_pattern(spec: OptimizerSpec, blocks: Sequence[Block]) -> str:
             if not matches:
                 is_matched = any(fnmatchcase(name, pattern) for name in names)
                 reason = "all matches are in earlier groups" if is_matched else "none matches"
-                ellipsis = ", ..." if len(names) > _NAMES_SHOWN else ""
+                ellipsis = ", ..." if len(names) > _MAX_NAMES_SHOWN else ""
                 return (
                     f"optimizer.groups[{number}].match: expected the name of a trained tensor, got "
                     f"{pattern!r}; {reason} (* stands for any characters); the "
-                    f"{len(names)} names are {', '.join(names[:_NAMES_SHOWN])}{ellipsis}"
+                    f"{len(names)} names are {', '.join(names[:_MAX_NAMES_SHOWN])}{ellipsis}"
                 )
             group_names.update(matches)
         for name in group_names:

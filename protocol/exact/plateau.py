@@ -13,7 +13,7 @@ from typing import Final
 from protocol.spec.sections.optimizer import OptimizerSpec, PlateauSpec
 
 _MIN_RATE_CHANGE: Final = 1e-8
-"""Smaller changes of the rate are left out, as in torch (`eps`)."""
+"""The rate does not fall by a smaller amount, as in torch (`eps`)."""
 
 
 class Plateau:

@@ -27,13 +27,13 @@ from protocol.exact.reduction.average import Array, is_finite
 from protocol.exact.subnormals import check_subnormals
 from protocol.exact.update import (
     StepScalars,
+    adapt_scalars,
     apply_update,
-    averaged,
-    averages,
+    average_weights,
     counts_updates,
-    keep_average,
+    decay_average,
+    has_averaged_weights,
     moment_count,
-    scalars_after,
 )
 from protocol.spec.manifest import Block, TensorSpec
 from protocol.spec.sections.optimizer import OptimizerSpec
@@ -45,11 +45,11 @@ PartKind = Literal[
 
 _MOMENTS: Final[tuple[PartKind, ...]] = ("first_moment", "second_moment", "third_moment")
 FACTORS: Final = "factors"
-"""Kind of an array with the row and column means of each tensor (`adafactor.factor_elements`)."""
+"""Array with the row and column means of each tensor (`adafactor.factor_elements`)."""
 AVERAGE: Final = "average"
-"""Kind of the distance from the parameters to their average."""
+"""Array with the distance from the parameters to their average."""
 MISSED_UPDATES: Final = "missed_updates"
-"""Kind of an array with one value per tensor of a block."""
+"""Array with one value per tensor of a block: the number of updates that the tensor missed."""
 _MAPPED_BYTES: Final = limits.MIB
 _ALIGNMENT_BYTES: Final = 64
 
@@ -166,15 +166,15 @@ class Replica:
         return tuple(self._state)
 
     @property
-    def averages(self) -> bool:
+    def has_averaged_weights(self) -> bool:
         """Whether the trained weights are an average instead of the parameters."""
-        return averages(self._optimizer)
+        return has_averaged_weights(self._optimizer)
 
-    def trained(self) -> list[Array]:
+    def trained_weights(self) -> list[Array]:
         """Return the trained weights: the parameters, or new arrays if the optimizer averages."""
         everything = slice(None)
         return [
-            averaged(
+            average_weights(
                 self._optimizer,
                 values,
                 self._moments(block, everything),
@@ -194,7 +194,7 @@ class Replica:
     def load_parameters(self, values: Sequence[Array]) -> None:
         """Copy parameters from one flat array per block; moments and counters do not change."""
         self._check(values)
-        self._invalidate()
+        self._discard_caches()
         for parameters, value in zip(self.parameters, values, strict=True):
             np.copyto(parameters, value)
 
@@ -219,7 +219,7 @@ class Replica:
             counts.fill(0)
 
     def apply(
-        self, averages: Sequence[Array], scalars: StepScalars, *, hashing: bool = False
+        self, averages: Sequence[Array], scalars: StepScalars, *, should_hash: bool = False
     ) -> None:
         """Apply one step.
 
@@ -227,30 +227,30 @@ class Replica:
             averages: Averaged gradients, or mean changes of buffers, one flat float32 array per
                 block; not changed. Tensors whose gradient is absent are not updated.
             scalars: The step's scalars.
-            hashing: Hash the new state while it is in the processor's cache, for the next
+            should_hash: Hash the new state while it is in the processor's cache, for the next
                 `state_digest`.
 
         Raises:
-            SubnormalsFlushed: This thread would compute different bits; nothing is changed.
+            SubnormalsFlushed: This thread would compute different bits; the replica is unchanged.
         """
         check_subnormals("the thread that applies updates")
         self._check(averages)
         self._hashes = {}
-        finite, updated_elements = True, 0
+        all_finite, updated_elements = True, 0
         for index, gradient in enumerate(averages):
             if not self._blocks[index].is_trained:
-                finite &= _add_change(self._blocks[index], self.parameters[index], gradient)
+                all_finite &= _add_change(self._blocks[index], self.parameters[index], gradient)
                 updated_elements += gradient.size
                 continue
             if self._optimizer.name == "adafactor":
-                finite &= self._apply_by_tensor(index, gradient, scalars)
+                all_finite &= self._apply_by_tensor(index, gradient, scalars)
                 updated_elements += gradient.size
                 continue
             for part, rule, part_scalars in self._updates(index, gradient, scalars):
                 size = part.stop - part.start
                 updated_elements += size
-                hashes = self._hashes_for(index) if hashing and size == gradient.size else None
-                finite &= apply_update(
+                hashes = self._hashes_for(index) if should_hash and size == gradient.size else None
+                all_finite &= apply_update(
                     self._optimizer,
                     rule.scalars(part_scalars),
                     self.parameters[index][part],
@@ -264,7 +264,7 @@ class Replica:
                     for kind, pieces in zip(self._state, hashes, strict=True):
                         self._hashes[kind, index] = pieces.tobytes()
         all_updated = updated_elements == sum(block.elements for block in self._blocks)
-        self._is_finite = finite and (all_updated or self._is_finite)
+        self._is_finite = all_finite and (all_updated or self._is_finite)
         self.step += 1
         self.optimizer_step += 1
 
@@ -276,29 +276,32 @@ class Replica:
     def _updates(
         self, index: int, gradient: Array, scalars: StepScalars
     ) -> Iterator[tuple[slice, TensorRule, StepScalars]]:
-        """Yield the parts of a block to update: elements, rule, and the scalars for the rule."""
+        """Yield the parts of a block to update: elements, rule, and the scalars for the rule.
+
+        Counts the missed updates of tensors whose gradient is absent.
+        """
         block, missed = self._blocks[index], self.missed[index]
-        are_absent = [is_absent(gradient[part]) for _, part in block.slices()]
-        if not any(are_absent) and not missed.any():
+        absent_flags = [is_absent(gradient[part]) for _, part in block.slices()]
+        if not any(absent_flags) and not missed.any():
             yield from ((part, rule, scalars) for part, rule in self._runs[index])
             return
         counts = counts_updates(self._optimizer)
-        missed += np.array(are_absent, np.float32) * counts
+        missed += np.array(absent_flags, np.float32) * counts
         for number, (_, part) in enumerate(block.slices()):
-            if are_absent[number]:
+            if absent_flags[number]:
                 self._keep_average(index, part, scalars)
                 continue
             tensor_scalars = scalars
             if missed[number]:
                 updates = self.optimizer_step + 1 - int(missed[number])
-                tensor_scalars = scalars_after(self._optimizer, scalars, updates)
+                tensor_scalars = adapt_scalars(self._optimizer, scalars, updates)
             yield part, self._rules[index][number], tensor_scalars
 
     def _keep_average(self, index: int, part: slice, scalars: StepScalars) -> None:
         """Move the average of a tensor that is not updated toward the tensor."""
         if (average := self._average(index, part)) is not None:
             assert scalars.average_keep is not None
-            keep_average(average, scalars.average_keep)
+            decay_average(average, scalars.average_keep)
 
     def _apply_by_tensor(self, index: int, gradient: Array, scalars: StepScalars) -> bool:
         """Update a block by a rule that reads whole tensors; return whether all new values are
@@ -332,7 +335,7 @@ class Replica:
 
     def trained_tensors(self) -> dict[str, Array]:
         """Return the trained weights by name, each in its shape."""
-        return self._by_name(self.trained())
+        return self._by_name(self.trained_weights())
 
     def weights_digest(self) -> str:
         """Return the digest of the trained weights."""
@@ -340,20 +343,22 @@ class Replica:
 
     def state_digest(self) -> str:
         """Return the digest of parameters, moments and counters, which replicas compare."""
-        # Hashes are used once: the next digest reads the values from memory again.
+        # Used once: a later digest also detects values that changed in memory since the update.
         hashes, self._hashes = self._hashes, {}
-        return state_digest(self.step, self.optimizer_step, self._kinds().items(), hashes)
+        return state_digest(self.step, self.optimizer_step, self._arrays_by_kind().items(), hashes)
 
     def initial_digest(self) -> str:
         """Return the state's digest in format 1, which admission records have."""
-        kinds = {kind: self._by_name(arrays, kind) for kind, arrays in self._kinds().items()}
+        kinds = {
+            kind: self._by_name(arrays, kind) for kind, arrays in self._arrays_by_kind().items()
+        }
         return state_digest_1(self.step, self.optimizer_step, kinds.items())
 
-    def has_state(self, recorded_digest: str) -> bool:
+    def has_digest(self, recorded_digest: str) -> bool:
         """Return whether the state has this digest, which an older release may have recorded."""
         return self.state_digest() == recorded_digest or self.initial_digest() == recorded_digest
 
-    def location_not_finite(self) -> str:
+    def non_finite_location(self) -> str:
         """Return the location of a value that is not finite; empty if all are finite."""
         if self._is_finite:
             return ""
@@ -370,22 +375,22 @@ class Replica:
         return ""
 
     @property
-    def has_missed(self) -> bool:
+    def has_missed_updates(self) -> bool:
         """Whether any tensor has missed an update that counts."""
         return any(counts.any() for counts in self.missed)
 
     def parts(self) -> list[StatePart]:
         """Return all arrays in a fixed order, for sending; missed updates only if not zero."""
-        self._invalidate()
+        self._discard_caches()
         return [
             StatePart(kind, block, values)
-            for kind, arrays in self._kinds().items()
+            for kind, arrays in self._arrays_by_kind().items()
             for block, values in enumerate(arrays)
         ]
 
     def arrays(self, kind: PartKind) -> list[Array]:
-        """Return the replica's own arrays of a kind, by block; none if the optimizer lacks it."""
-        self._invalidate()
+        """Return the replica's own arrays of a kind, by block; empty if the state lacks them."""
+        self._discard_caches()
         return self.missed if kind == MISSED_UPDATES else self._state.get(kind, [])
 
     def load_piece(self, kind: PartKind, block: int, piece: int, values: Array) -> None:
@@ -398,8 +403,8 @@ class Replica:
         if arrays := self.arrays(kind):
             arrays[block][part_slices(kind, self._blocks[block])[piece]] = values
 
-    def restore(self, step: int, optimizer_step: int) -> None:
-        """Set the counters once all parts are loaded."""
+    def set_counters(self, step: int, optimizer_step: int) -> None:
+        """Set the counters, once all parts are loaded."""
         assert 0 <= optimizer_step <= step
         self.step = step
         self.optimizer_step = optimizer_step
@@ -409,16 +414,16 @@ class Replica:
         other = Replica(self._blocks, self._optimizer)
         for part in self.parts():
             np.copyto(other.arrays(part.kind)[part.block], part.values)
-        other.restore(self.step, self.optimizer_step)
+        other.set_counters(self.step, self.optimizer_step)
         return other
 
-    def _invalidate(self) -> None:
+    def _discard_caches(self) -> None:
         """Discard the last update's check for finite values and its hashes."""
         self._is_finite, self._hashes = False, {}
 
-    def _kinds(self) -> dict[PartKind, list[Array]]:
+    def _arrays_by_kind(self) -> dict[PartKind, list[Array]]:
         kinds: dict[PartKind, list[Array]] = dict(self._state)
-        if self.has_missed:
+        if self.has_missed_updates:
             kinds[MISSED_UPDATES] = self.missed
         return kinds
 

@@ -8,8 +8,9 @@ David Stafford's variant 13), chained over the words of a key, in integer arithm
 The permutation of an epoch sorts sample numbers by the hash of (seed, epoch, number). The hash is a
 bijection of the last word, so all keys are distinct.
 
-A draw by weight takes the sample in whose part of the summed weights, whole numbers, the hash of
-(seed, epoch, position) falls: position i of epoch e is a function of seed and weights alone.
+A draw by weight divides the range of the hash among the samples in proportion to their weights, and
+takes the sample whose part contains the hash of (seed, epoch, position). So position i of epoch e
+is a function of seed and weights alone, as long as samples are drawn with replacement.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from protocol.spec.sampling import Sampling
 from protocol.spec.sections.tasks import BatchSpec
 
 _GOLDEN: Final = 0x9E3779B97F4A7C15
-_FIRST: Final = 0xBF58476D1CE4E5B9
-_SECOND: Final = 0x94D049BB133111EB
-_WORD: Final = 2**64 - 1
+_FIRST_FACTOR: Final = 0xBF58476D1CE4E5B9
+_SECOND_FACTOR: Final = 0x94D049BB133111EB
+_WORD_MASK: Final = 2**64 - 1
 
 RowGroups = tuple[tuple[int, ...], ...]
 """For each file, the number of samples in each of its row groups."""
@@ -58,7 +59,7 @@ class SampleOrder:
             is one read and files are needed one at a time.
         grouped: Whether samples are numbered by length, and microbatches should have similar ones.
             Whole microbatches are then permuted.
-        sampling: How an epoch's samples are drawn; None: each one once.
+        sampling: How an epoch's samples are drawn; None: an epoch contains each sample once.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class SampleOrder:
 
     def _epoch_order(self, epoch: int) -> NDArray[np.int64]:
         if epoch not in self._permutations:
-            # Two epochs stay: looking ahead at the end of an epoch alternates between both.
+            # The latest two epochs are cached: prefetching at the end of an epoch reads both.
             latest = list(self._permutations.items())[-1:]
             self._permutations = dict([*latest, (epoch, self._permute(epoch))])
         return self._permutations[epoch]
@@ -224,9 +225,9 @@ def _hash(*values: int) -> int:
     """Hash a key of words below 2^64 to 64 bits."""
     state = 0
     for value in map(int, values):
-        z = ((value ^ state) + _GOLDEN) & _WORD
-        z = ((z ^ (z >> 30)) * _FIRST) & _WORD
-        z = ((z ^ (z >> 27)) * _SECOND) & _WORD
+        z = ((value ^ state) + _GOLDEN) & _WORD_MASK
+        z = ((z ^ (z >> 30)) * _FIRST_FACTOR) & _WORD_MASK
+        z = ((z ^ (z >> 27)) * _SECOND_FACTOR) & _WORD_MASK
         state = z ^ (z >> 31)
     return state
 
@@ -234,6 +235,6 @@ def _hash(*values: int) -> int:
 def _absorb(state: int, words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Apply a round of `_hash` to each word; arrays wrap around without warnings."""
     z = (words ^ np.uint64(state)) + np.uint64(_GOLDEN)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(_FIRST)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(_SECOND)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(_FIRST_FACTOR)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(_SECOND_FACTOR)
     return z ^ (z >> np.uint64(31))

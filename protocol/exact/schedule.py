@@ -45,7 +45,8 @@ from protocol.base import limits
 from protocol.spec.run_spec import RunSpec
 from protocol.spec.sections.optimizer import OptimizerSpec
 
-_SQRT_STEPS: Final = 10_000
+_DEFAULT_SQRT_STEPS: Final = 10_000
+"""k of inverse-sqrt without warmup."""
 
 
 def learning_rate(spec: OptimizerSpec, step: int, steps: int) -> float:
@@ -64,7 +65,7 @@ def learning_rate(spec: OptimizerSpec, step: int, steps: int) -> float:
         case "rates":
             return spec.lr * spec.rates[min(step // spec.rates_every, len(spec.rates) - 1)]
         case "inverse-sqrt":
-            scale = warmup or _SQRT_STEPS
+            scale = warmup or _DEFAULT_SQRT_STEPS
             return spec.lr * math.sqrt(scale / (step - warmup + scale))
     falling, shape = steps - warmup, "linear"
     if spec.schedule == "wsd":
@@ -102,21 +103,21 @@ def _one_cycle(spec: OptimizerSpec, step: int, steps: int) -> float:
     return end + (start - end) / 2 * (1.0 + math.cos(math.pi * share))
 
 
-FLOOR: Final = 1.0
-"""The smallest loss scale: with it, a non-finite value comes from the model."""
+MIN_LOSS_SCALE: Final = 1.0
+"""The smallest loss scale: at this scale, a non-finite value is the model's own."""
 
 
-def scales(spec: RunSpec) -> bool:
-    """Return whether the run scales its loss, since it computes in float16."""
+def scales_loss(spec: RunSpec) -> bool:
+    """Return whether the run scales its loss; it does if it computes in float16."""
     return spec.model is not None and spec.model.precision == "float16"
 
 
-def first_scale(spec: RunSpec) -> float:
+def initial_loss_scale(spec: RunSpec) -> float:
     """Return the loss scale of step 0; 1 if the run does not scale its loss."""
-    return spec.model.loss_scale if spec.model is not None and scales(spec) else FLOOR
+    return spec.model.loss_scale if spec.model is not None and scales_loss(spec) else MIN_LOSS_SCALE
 
 
-def scale_after(spec: RunSpec, scale: float, step: int) -> float:
+def next_loss_scale(spec: RunSpec, scale: float, step: int) -> float:
     """Return the loss scale of step number `step`, from the scale of the preceding step.
 
     The scale starts at `model.loss_scale` and doubles every `model.loss_scale_every` steps. A step
@@ -125,6 +126,6 @@ def scale_after(spec: RunSpec, scale: float, step: int) -> float:
     Based on Micikevicius et al. 2018, "Mixed Precision Training", arXiv:1710.03740, where a batch
     that overflows is skipped.
     """
-    if spec.model is None or not scales(spec) or step % spec.model.loss_scale_every:
+    if spec.model is None or not scales_loss(spec) or step % spec.model.loss_scale_every:
         return scale
     return min(2.0 * scale, limits.LOSS_SCALE_FACTOR)

@@ -32,7 +32,7 @@ adagrad are torch.optim.Adam, RMSprop and Adagrad (coupled decay too); adamw is
 torch.optim.AdamW (decoupled decay, Loshchilov and Hutter, arXiv:1711.05101); lion is Chen et
 al., arXiv:2302.06675. schedule-free is the AdamW variant of Defazio et al., arXiv:2405.15682: p is
 their y, where gradients are taken; m is their z - y, which begins as zero; c is `averaging_share`;
-`averaged` gives their x. adafactor is in `protocol.exact.adafactor`.
+`average_weights` gives their x. adafactor is in `protocol.exact.adafactor`.
 
 The average of the weights is kept as its distance e from them: if p moves from p to p',
 e = k (e + (p - p')), k being `average_keep`.
@@ -179,7 +179,7 @@ def step_scalars(
         step: Position in the schedule, from 0, including skipped steps.
         steps: Length of the run.
         norms: Finite norms of the averaged gradients; a number stands for `GradientNorms.of`.
-        loss_scale: The loss scale with float16; recorded only.
+        loss_scale: The loss scale with float16, to be recorded; 0 otherwise.
         rate_factor: `Plateau.factor_at` the step.
 
     Raises:
@@ -194,7 +194,7 @@ def step_scalars(
     rate = learning_rate(spec, position, steps) * rate_factor
     if spec.relative_step:
         rate = min(rate, 1.0 / math.sqrt(optimizer_step))
-    beta1 = _entry(spec.momenta or spec.betas[:1], step)
+    beta1 = _entry_at(spec.momenta or spec.betas[:1], step)
     beta2, one_minus_beta2 = _second_moment_decay(spec, optimizer_step)
     share = averaging_share(optimizer_step, spec.warmup_steps) if is_schedule_free else 0.0
     float64_values = {
@@ -219,8 +219,8 @@ def step_scalars(
     }
     float64_values |= _optional_scalars(spec, optimizer_step)
     clips = _group_clips(spec, norms)
-    rounded = {name: nearest_float32(value) for name, value in float64_values.items()}
-    return StepScalars(**rounded, group_clips=clips, group_scales=_group_scales(spec, step))
+    float32_values = {name: nearest_float32(value) for name, value in float64_values.items()}
+    return StepScalars(**float32_values, group_clips=clips, group_scales=_group_scales(spec, step))
 
 
 def _group_clips(spec: OptimizerSpec, norms: GradientNorms) -> tuple[float, ...]:
@@ -229,11 +229,11 @@ def _group_clips(spec: OptimizerSpec, norms: GradientNorms) -> tuple[float, ...]
 
 
 def _group_scales(spec: OptimizerSpec, step: int) -> tuple[float, ...]:
-    return tuple(nearest_float32(_entry(scales, step)) for scales in spec.scheduled_scales)
+    return tuple(nearest_float32(_entry_at(scales, step)) for scales in spec.scheduled_scales)
 
 
-def _entry(values: tuple[float, ...], step: int) -> float:
-    """Return a step's entry of a list; later steps have the last entry."""
+def _entry_at(values: tuple[float, ...], step: int) -> float:
+    """Return a step's entry of a list with one entry per step; later steps have the last entry."""
     return values[min(step, len(values) - 1)]
 
 
@@ -260,7 +260,7 @@ def average_keep(average: EmaSpec | SwaSpec, update: int) -> float:
     update that is not averaged.
 
     Args:
-        average: The kind of average.
+        average: The average.
         update: Number of the update, from 1.
     """
     counts_initial = isinstance(average, EmaSpec) and average.count_initial
@@ -279,14 +279,14 @@ def average_keep(average: EmaSpec | SwaSpec, update: int) -> float:
     return min(average.decay, warmup_limit)
 
 
-def scalars_after(spec: OptimizerSpec, scalars: StepScalars, updates: int) -> StepScalars:
+def adapt_scalars(spec: OptimizerSpec, scalars: StepScalars, updates: int) -> StepScalars:
     """Adapt a step's scalars to a tensor that has missed updates.
 
     Like torch, adam and adamw correct their bias by the number of updates of each tensor. Powers
     are computed as products in a fixed order, since libraries round `pow` differently.
 
     Args:
-        spec: The optimizer; only adam's and adamw's scalars depend on the count.
+        spec: The optimizer: adam or adamw; other scalars do not depend on the count.
         scalars: The scalars of a tensor that has missed no update.
         updates: Number of the tensor's updates including this one, from 1.
     """
@@ -499,13 +499,13 @@ def _descend(c: _Constants, chunk: _Chunk, direction: Array) -> None:
     np.subtract(chunk.parameters, chunk.t, out=chunk.parameters)
 
 
-def _decay_first(c: _Constants, chunk: _Chunk) -> None:
+def _decay_parameters(c: _Constants, chunk: _Chunk) -> None:
     """Decay the parameters: p *= 1 - lr d."""
     if c.decay_factor != 1.0:
         np.multiply(chunk.parameters, c.decay_factor, out=chunk.parameters)
 
 
-def _velocity(c: _Constants, chunk: _Chunk, direction: Array) -> Array:
+def _update_velocity(c: _Constants, chunk: _Chunk, direction: Array) -> Array:
     """Update the momentum: v = mu v + direction."""
     (velocity,) = chunk.moments
     np.multiply(velocity, c.momentum, out=velocity)
@@ -521,7 +521,9 @@ def _add_square(c: _Constants, chunk: _Chunk, v: Array, direction: Array) -> Non
     np.add(v, t, out=v)
 
 
-def _move(moment: Array, direction: Array, share: np.float32, keep: np.float32, t: Array) -> None:
+def _interpolate(
+    moment: Array, direction: Array, share: np.float32, keep: np.float32, t: Array
+) -> None:
     """Interpolate: moment += share (direction - moment), share being 1 - keep.
 
     A sum of two products would differ: in float32, share and keep do not add up to 1. Interpolation
@@ -536,7 +538,7 @@ def _move(moment: Array, direction: Array, share: np.float32, keep: np.float32, 
         np.subtract(direction, t, out=moment)
 
 
-def _root(c: _Constants, chunk: _Chunk, direction: Array) -> Array:
+def _update_denominator(c: _Constants, chunk: _Chunk, direction: Array) -> Array:
     """Update the second moment, and with amsgrad the third: the second's largest value so far.
 
     Returns:
@@ -558,18 +560,18 @@ def _sgd(c: _Constants, chunk: _Chunk) -> None:
 
 
 def _momentum(c: _Constants, chunk: _Chunk) -> None:
-    _descend(c, chunk, _velocity(c, chunk, _with_decay(c, chunk)))
+    _descend(c, chunk, _update_velocity(c, chunk, _with_decay(c, chunk)))
 
 
 def _nesterov(c: _Constants, chunk: _Chunk) -> None:
     direction = _with_decay(c, chunk)
-    np.multiply(_velocity(c, chunk, direction), c.momentum, out=chunk.t)
+    np.multiply(_update_velocity(c, chunk, direction), c.momentum, out=chunk.t)
     _descend(c, chunk, np.add(direction, chunk.t, out=chunk.t))
 
 
 def _adamw(c: _Constants, chunk: _Chunk) -> None:
     direction = _clip_gradient(c, chunk)
-    _decay_first(c, chunk)
+    _decay_parameters(c, chunk)
     _adam_step(c, chunk, direction)
 
 
@@ -579,8 +581,8 @@ def _adam(c: _Constants, chunk: _Chunk) -> None:
 
 def _adam_step(c: _Constants, chunk: _Chunk, direction: Array) -> None:
     p, m, t = chunk.parameters, chunk.moments[0], chunk.t
-    _move(m, direction, c.one_minus_beta1, c.beta1, t)
-    np.divide(m, _root(c, chunk, direction), out=t)
+    _interpolate(m, direction, c.one_minus_beta1, c.beta1, t)
+    np.divide(m, _update_denominator(c, chunk, direction), out=t)
     np.multiply(t, c.step_size, out=t)
     np.subtract(p, t, out=p)
 
@@ -591,7 +593,7 @@ def _rmsprop(c: _Constants, chunk: _Chunk, *, centered: bool, momentum: bool) ->
     _add_square(c, chunk, v, direction)
     if centered:
         mean = chunk.moments[-1]
-        _move(mean, direction, c.one_minus_beta2, c.beta2, t)
+        _interpolate(mean, direction, c.one_minus_beta2, c.beta2, t)
         np.multiply(mean, mean, out=t)
         np.subtract(v, t, out=t)
         np.copyto(t, np.float32(0.0), where=t < 0)
@@ -620,7 +622,7 @@ def _adagrad(c: _Constants, chunk: _Chunk) -> None:
 
 def _adafactor(c: _Constants, chunk: _Chunk) -> None:
     """Apply a direction from `apply_adafactor`, which replaces the gradient."""
-    _decay_first(c, chunk)
+    _decay_parameters(c, chunk)
     _descend(c, chunk, chunk.gradient)
 
 
@@ -628,7 +630,7 @@ def _lion(c: _Constants, chunk: _Chunk) -> None:
     p, g, t = chunk.parameters, chunk.g, chunk.t
     (m,) = chunk.moments
     direction = _clip_gradient(c, chunk)
-    _decay_first(c, chunk)
+    _decay_parameters(c, chunk)
     np.multiply(direction, c.one_minus_beta2, out=t)  # for the update of m below
     mixed = np.multiply(direction, c.one_minus_beta1, out=g)
     scaled = m * c.beta1
@@ -645,7 +647,7 @@ def _lion(c: _Constants, chunk: _Chunk) -> None:
 def _schedule_free(c: _Constants, chunk: _Chunk) -> None:
     p, m, g, t = chunk.parameters, chunk.moments[0], chunk.g, chunk.t
     direction = _clip_gradient(c, chunk)
-    np.divide(direction, _root(c, chunk, direction), out=g)
+    np.divide(direction, _update_denominator(c, chunk, direction), out=g)
     if c.weight_decay != 0.0:
         np.multiply(p, c.weight_decay, out=t)
         np.add(g, t, out=g)
@@ -669,24 +671,24 @@ _RULES: Final[dict[str, _Rule]] = {
 }  # fmt: skip
 
 
-def keep_average(average: Array, keep: float) -> None:
+def decay_average(average: Array, keep: float) -> None:
     """Move the average one step toward weights that do not change: e = k e."""
     np.multiply(average, np.float32(keep), out=average)
 
 
-def averages(spec: OptimizerSpec) -> bool:
-    """Return whether an average is evaluated and saved instead of the parameters."""
+def has_averaged_weights(spec: OptimizerSpec) -> bool:
+    """Return whether an average is evaluated and saved in place of the parameters."""
     return spec.name == "schedule-free" or spec.average is not None
 
 
-def averaged(
+def average_weights(
     spec: OptimizerSpec, parameters: Array, moments: Moments, average: Array | None = None
 ) -> Array:
-    """Return the evaluated and saved values: the parameters, or a new array with their average.
+    """Return the weights to evaluate and save: the parameters, or a new array with their average.
 
     The average is p + e with `spec.average`, and x = y - (1 / beta1 - 1) (z - y) for schedule-free.
     """
-    if not averages(spec):
+    if not has_averaged_weights(spec):
         return parameters
     with np.errstate(all="ignore"):
         if average is not None:

@@ -80,7 +80,7 @@ class PureWorker:
             case act.LoadChunk():
                 self._load(action)
             case act.Restore():
-                self._replica.restore(action.step, action.optimizer_step)
+                self._replica.set_counters(action.step, action.optimizer_step)
                 return [events.Applied(action.step, self._replica.state_digest())]
             case act.Evaluate():
                 sums = {"samples": 1.0, "parts": 1.0}

@@ -94,12 +94,12 @@ class _FlippingReplica(Replica):
         self._flips, self._flip = flips, flip
 
     def apply(
-        self, averages: Sequence[Array], scalars: StepScalars, *, hashing: bool = False
+        self, averages: Sequence[Array], scalars: StepScalars, *, should_hash: bool = False
     ) -> None:
         if self.step + 1 in self._flips:
             self._flips.discard(self.step + 1)
             self.parameters[1].view(np.uint32)[0] ^= self._flip()
-        super().apply(averages, scalars, hashing=hashing)
+        super().apply(averages, scalars, should_hash=should_hash)
 
 
 class _Link:

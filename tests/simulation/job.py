@@ -31,7 +31,7 @@ from coordinator.capture.captured_files import CapturedFiles
 from protocol.datasets.logits_file import record_dtype
 from protocol.exact.digest import weights_digest
 from protocol.exact.embedding_rows import join_fields, split_fields
-from protocol.exact.reduction.absent import absent
+from protocol.exact.reduction.absent import absent_gradient
 from protocol.exact.reduction.average import average as scale_to_average
 from protocol.exact.reduction.average import square_sum
 from protocol.exact.reduction.tree import Subtree
@@ -327,7 +327,7 @@ class Job:
         values = noise + parameters[block] * np.float32(0.125)
         values = (values + self.step_loss_gradient(arrays or {}, block)).astype(np.float32)
         if block == LAYER and not reaches(step, microbatch):
-            values[EXPERT] = absent(EXPERT.stop - EXPERT.start)
+            values[EXPERT] = absent_gradient(EXPERT.stop - EXPERT.start)
         return values
 
     def _gradient_of(

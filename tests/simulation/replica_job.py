@@ -18,7 +18,7 @@ from backends.base.interface import Array
 from protocol.exact.digest import weights_digest
 from protocol.exact.reduction.average import average as scale_to_average
 from protocol.exact.reduction.average import square_sum
-from protocol.exact.reduction.codecs import projected
+from protocol.exact.reduction.codecs import project
 from protocol.exact.replica import Replica
 from protocol.exact.samples import microbatch_seed
 from protocol.exact.update import global_norm, step_scalars
@@ -171,7 +171,7 @@ class ReplicaJob(Job):
     def _coded(self, values: Array, block: Block, codec: Codec) -> Array:
         for chunk in range(block.chunks):
             chunk_slice = block.chunk_slice(chunk)
-            values[chunk_slice] = projected(values[chunk_slice].copy(), codec)
+            values[chunk_slice] = project(values[chunk_slice].copy(), codec)
         return values
 
 

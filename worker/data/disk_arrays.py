@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from protocol.datasets.disk_texts import DiskFile
-from protocol.exact.digest import Streamed
+from protocol.exact.digest import StreamedArray
 
 
 class DiskArrays(Sequence[NDArray[Any]]):
@@ -85,8 +85,8 @@ class DiskArrays(Sequence[NDArray[Any]]):
         return self.read(self._ends[index], self._ends[index + 1])
 
 
-def concatenate(stores: Sequence[DiskArrays]) -> Streamed:
+def concatenate(stores: Sequence[DiskArrays]) -> StreamedArray:
     """Return the concatenation of several stores, as an int64 stream for a digest."""
     elements = sum(store.elements for store in stores)
     pieces = (piece.astype(np.int64) for store in stores for piece in store.pieces())
-    return Streamed(np.dtype(np.int64), (elements,), pieces)
+    return StreamedArray(np.dtype(np.int64), (elements,), pieces)

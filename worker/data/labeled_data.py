@@ -19,7 +19,7 @@ from protocol.base.errors import DataError
 from protocol.base.fields import cut_text
 from protocol.datasets.data_check import validation_data
 from protocol.datasets.labeled_text import LabeledText, read_labeled_text, split_pair
-from protocol.exact.digest import Streamed, digest_arrays
+from protocol.exact.digest import StreamedArray, digest_arrays
 from protocol.spec.run_spec import ClassifyRun
 from protocol.spec.sampling import Sampling
 from protocol.spec.sections.data import ClassWeights, DataSpec, Problem
@@ -345,7 +345,7 @@ def data_digest(data: LabeledText) -> str:
     """Return the digest of texts, labels and names, computed from their JSON as a stream."""
     parts = (np.frombuffer(part.encode(), np.uint8) for part in _document(data))
     size = sum(map(len, _document(data)))
-    return digest_arrays({"document": Streamed(np.dtype(np.uint8), (size,), parts)})
+    return digest_arrays({"document": StreamedArray(np.dtype(np.uint8), (size,), parts)})
 
 
 def _document(data: LabeledText) -> Iterator[str]:

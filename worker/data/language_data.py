@@ -25,7 +25,7 @@ from protocol.datasets.data_check import validation_data
 from protocol.datasets.disk_texts import DiskTexts, SelectedTexts
 from protocol.datasets.rows import BadRows
 from protocol.datasets.text_corpus import TextCorpus, read_text_corpus
-from protocol.exact.digest import Streamed, digest_arrays
+from protocol.exact.digest import StreamedArray, digest_arrays
 from protocol.spec.run_spec import ModelRun, RunSpec
 from protocol.spec.sections.data import DataSpec
 from protocol.spec.sections.model import TokenizerSpec
@@ -542,7 +542,7 @@ def documents_digest(documents: Sequence[str]) -> str:
     """Return the digest of texts and their lengths."""
     stored_texts = documents if isinstance(documents, DiskTexts) else DiskTexts.of(documents)
     text = (np.frombuffer(piece, np.uint8) for piece in stored_texts.file.pieces())
-    stream = Streamed(np.dtype(np.uint8), (len(stored_texts.file),), text)
+    stream = StreamedArray(np.dtype(np.uint8), (len(stored_texts.file),), text)
     return digest_arrays({"lengths": np.array(stored_texts.characters, np.int64), "text": stream})
 
 

@@ -22,7 +22,7 @@ from typing import Final
 from backends.base.interface import Array, Loss
 from protocol.base.errors import BackendUnavailable, DataError, DeviceError
 from protocol.base.fields import cut_text
-from protocol.exact.reduction.reducer import NonFinite, Reduced, Reducer
+from protocol.exact.reduction.reducer import NonFinite, Reducer, ReductionResult
 from protocol.exact.reduction.tree import Subtree, cover
 from protocol.exact.reduction.tree_sum import TreeSum
 from protocol.spec.manifest import Block
@@ -218,7 +218,7 @@ class _Work:
         total = self._reducer.put(event.block, "", part, event.weight, event.values)
         if total is None:
             return None
-        assert isinstance(total, Reduced), "a pre-reducer leaves NaN to the coordinator"
+        assert isinstance(total, ReductionResult), "a pre-reducer leaves NaN to the coordinator"
         return events.BlockSum(self.step_id, self.subtree, event.block, total.values, total.weight)
 
     def add_loss(self, event: events.SubtreeDone) -> Loss | None:

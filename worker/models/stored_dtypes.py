@@ -20,7 +20,7 @@ from torch import nn
 from backends.base.progress import Meter
 from backends.quantization.frozen_base import frozen_base
 from backends.quantization.mapped_weights import release_pages
-from protocol.exact.digest import Streamed
+from protocol.exact.digest import StreamedArray
 
 _PART_ELEMENTS: Final = 1 << 20
 _HALF_DTYPES: Final = {"BF16": torch.bfloat16, "F16": torch.float16}
@@ -92,7 +92,7 @@ def pages_released_after_use(model: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-class Float32View(Mapping[str, Streamed]):
+class Float32View(Mapping[str, StreamedArray]):
     """A mapping from names to arrays in parts; 16-bit tensors are converted to float32 on access.
 
     Mapped files are read here for the first time, so the mapping reports progress.
@@ -107,11 +107,13 @@ class Float32View(Mapping[str, Streamed]):
         self._releases_pages = releases_pages
         self._meter = Meter("read", sum(tensor.nbytes for tensor in tensors.values()))
 
-    def __getitem__(self, name: str) -> Streamed:
+    def __getitem__(self, name: str) -> StreamedArray:
         tensor = self._tensors[name]
         dtype = torch.float32 if tensor.dtype in _HALF_DTYPES.values() else tensor.dtype
         array_dtype = torch.empty(0, dtype=dtype).numpy().dtype
-        return Streamed(array_dtype, tuple(tensor.shape), self._parts(tensor.reshape(-1), dtype))
+        return StreamedArray(
+            array_dtype, tuple(tensor.shape), self._parts(tensor.reshape(-1), dtype)
+        )
 
     def _parts(self, flat: torch.Tensor, dtype: torch.dtype) -> Iterator[NDArray[Any]]:
         for start in range(0, len(flat), _PART_ELEMENTS):

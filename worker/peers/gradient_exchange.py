@@ -20,7 +20,7 @@ from protocol.base import limits
 from protocol.base.errors import OutOfOrder
 from protocol.exact.reduction.average import Array
 from protocol.exact.reduction.chunk_grid import DIGEST_BYTES, ChunkGrid, chunk_digest
-from protocol.exact.reduction.codecs import packed, unpacked
+from protocol.exact.reduction.codecs import pack, unpack
 from protocol.exact.reduction.reducer import NonFinite, Origin, Reducer, origin_document
 from protocol.exact.reduction.tree import Subtree, is_subtree
 from protocol.spec.manifest import Block
@@ -271,7 +271,7 @@ class GradientExchange:
     def _update_owned_chunks(self, attempt: _Attempt) -> None:
         """Reduce the chunks that this worker owns now; drop partial sums of all others."""
         attempt.owned = attempt.table.owned_by(self.me)
-        dropped_chunks = attempt.reducer.own(attempt.owned)
+        dropped_chunks = attempt.reducer.set_pieces(attempt.owned)
         # A later table may return these chunks, whose sums must then arrive again.
         for numbers in attempt.arrived_chunks.values():
             numbers.difference_update(dropped_chunks)
@@ -388,7 +388,7 @@ class GradientExchange:
             **attempt.id, owners=self._number if attempt.owners else 0, block=index, chunk=chunk,
             lo=subtree.lo, hi=subtree.hi, weight=weight,
         )  # fmt: skip
-        body = packed(part, self._exchange.precision)
+        body = pack(part, self._exchange.precision)
         if owner != COORDINATOR and self.me in attempt.table.members:
             return [ToPeer(owner, message, body)]
         action = Transmit(message, body)
@@ -438,7 +438,7 @@ class GradientExchange:
     def _values(self, message: GradientPayload | AveragedGradient, body: Body) -> Array:
         is_sum = isinstance(message, GradientPayload)
         codec = self._exchange.precision if is_sum else self._exchange.averages
-        return unpacked(body, codec, self._grid.elements(self._number_of(message)))
+        return unpack(body, codec, self._grid.elements(self._number_of(message)))
 
     def _defer(
         self, sender: str, message: GradientPayload | AveragedGradient, body: Body
@@ -556,7 +556,7 @@ class GradientExchange:
         is_block = self._blocks[block].kind == "block"
         kind = AveragedBlockGradient if is_block else AveragedNonBlockGradient
         message = kind(**attempt.id, owners=self._number, block=block, chunk=chunk)
-        return message, packed(attempt.averages.part(number), self._exchange.averages)
+        return message, pack(attempt.averages.part(number), self._exchange.averages)
 
     def _receive_average(
         self, attempt: _Attempt, sender: str, message: AveragedGradient, body: Body

@@ -539,7 +539,7 @@ class Engine:
         del initial_parameters
         # The device needs a separate copy of the parameters if evaluation loads averages, an inner
         # phase changes them, or a group's replica changes while the device computes.
-        needs_copy = self._in_group or replica.averages or spec.replicas
+        needs_copy = self._in_group or replica.has_averaged_weights or spec.replicas
         if isinstance(program, ComputesInPlace) and not needs_copy:
             program.share(replica.parameters)
         initial_digest = replica.initial_digest()
@@ -885,7 +885,7 @@ class Engine:
             blocks, job.spec.step_optimizer, lambda kind, block: arrays[kind][block]
         )
         job.uses_group_replica = True
-        job.replica.restore(action.step, action.optimizer_step)
+        job.replica.set_counters(action.step, action.optimizer_step)
         if action.was_reset and job.inner_phases is not None:
             job.inner_phases.forget()
         self._load(job)
@@ -894,7 +894,7 @@ class Engine:
     def _take_weights(self, action: act.TakeWeights) -> None:
         job, start_us = self._require_job(), now_us()
         self._check_subnormals(job)
-        job.replica.restore(action.step, action.optimizer_step)
+        job.replica.set_counters(action.step, action.optimizer_step)
         if action.committed_attempt is None:
             if job.inner_phases is not None:
                 job.inner_phases.forget()
@@ -910,7 +910,7 @@ class Engine:
         self._report_weights_taken(job)
 
     def _report_weights_taken(self, job: _Job) -> None:
-        keeps_reading = job.replica.averages or job.inner_phases is not None
+        keeps_reading = job.replica.has_averaged_weights or job.inner_phases is not None
         self._emit(WeightsTaken(job.replica.step, keeps_reading))
 
     def _release(self, action: act.ReleaseReplica) -> None:
@@ -953,10 +953,10 @@ class Engine:
 
     def _load_trained(self, job: _Job) -> None:
         """Load the optimizer's averaged parameters, if it has any, for evaluation."""
-        if job.replica.averages and not job.has_average_loaded:
+        if job.replica.has_averaged_weights and not job.has_average_loaded:
             self._replica.await_digest()
             with self._watch.awaiting():
-                job.program.load(job.replica.trained())
+                job.program.load(job.replica.trained_weights())
             job.has_average_loaded = True
 
     def _evaluate(self, action: act.Evaluate) -> None:

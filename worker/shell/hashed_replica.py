@@ -39,11 +39,11 @@ class HashedReplica:
                 replica.skip()
             case act.Apply():
                 assert action.scalars is not None
-                replica.apply(action.averages, action.scalars, hashing=True)
+                replica.apply(action.averages, action.scalars, should_hash=True)
             case act.LoadChunk():
                 replica.load_piece(action.kind, action.block, action.chunk, action.values)
             case act.Restore():
-                replica.restore(action.step, action.optimizer_step)
+                replica.set_counters(action.step, action.optimizer_step)
                 if not action.optimizer_step:
                     replica.clear_moments()
 

@@ -20,7 +20,7 @@ from backends.base.interface import Array, Batch, Loss, Program
 from protocol.base.errors import DataError
 from protocol.exact.inner_phases import InnerPhaseOrder
 from protocol.exact.reduction.absent import mark_absent
-from protocol.exact.reduction.codecs import projected
+from protocol.exact.reduction.codecs import project
 from protocol.exact.reduction.tree import Subtree
 from protocol.exact.replica import Replica, are_counts
 from protocol.exact.update import counts_updates, moment_count
@@ -321,7 +321,7 @@ class InnerPhases:
                 payload = difference.copy()
                 for chunk in range(block.chunks):
                     piece = block.chunk_slice(chunk)
-                    payload[piece] = projected(payload[piece].copy(), self._replicas.codec)
+                    payload[piece] = project(payload[piece].copy(), self._replicas.codec)
                 mark_absent(block, payload)  # every tensor has a difference
                 differences.append(payload)
                 if previous_residual:

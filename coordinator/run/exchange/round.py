@@ -28,7 +28,7 @@ from protocol.exact.embedding_rows import are_finite
 from protocol.exact.parameter_groups import ClippedGroups
 from protocol.exact.reduction.average import Array, is_finite, square_sum
 from protocol.exact.reduction.chunk_grid import ChunkGrid
-from protocol.exact.reduction.codecs import packed
+from protocol.exact.reduction.codecs import pack
 from protocol.exact.reduction.reducer import NonFinite, Origin, Reducer
 from protocol.exact.reduction.tree import Subtree, cover, is_subtree, root
 from protocol.exact.reduction.tree_sum import TreeSum
@@ -331,7 +331,7 @@ class Round:
             forwarded = message.model_copy(
                 update={"owners": self.peers.table_number, "worker": worker}
             )
-            return Send(owner, forwarded, packed(values, self._exchange.precision))
+            return Send(owner, forwarded, pack(values, self._exchange.precision))
         # Counts as sent even if it is not needed: the lease covers what the worker still owes.
         share.clear_bit(message.subtree, number)
         name = self._blocks[message.block].name
@@ -437,7 +437,7 @@ class Round:
         """Switch to a new table: workers send the new owners the sums that earlier owners got."""
         gaining_workers, chunks_taken_over = self.peers.switch_table(number, table)
         self._own_chunks |= chunks_taken_over
-        self._reducer.own(self._own_chunks)
+        self._reducer.set_pieces(self._own_chunks)
         self._subtree_bits = self._all_bits()
         first = self._loss_bit + 1
         resend = sum(1 << chunk for chunk in chunks_taken_over)

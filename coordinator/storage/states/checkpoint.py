@@ -321,7 +321,7 @@ def _existing_checkpoint(
         existing = find_checkpoint(root, info.step, info.run_id, manifest)
     except (StorageDamaged, StorageFailed, Mismatch):
         return None
-    return existing if replica.has_state(existing.info.state_digest) else None
+    return existing if replica.has_digest(existing.info.state_digest) else None
 
 
 def _write_files(

@@ -102,7 +102,7 @@ class CheckpointState:
         for kind in self._kinds:
             for block, values in enumerate(replica.arrays(kind)):
                 self._fill(kind, block, slice(0, values.size), values)
-        replica.restore(self.step, self.optimizer_step)
+        replica.set_counters(self.step, self.optimizer_step)
 
     def _fill(self, kind: PartKind, block: int, part: slice, out: Array) -> None:
         for tensor, extent in tensor_slices(kind, self._blocks[block]):
@@ -137,7 +137,7 @@ def load_replica(checkpoint: Checkpoint, manifest: Manifest, optimizer: Optimize
     replica = Replica(manifest.blocks, optimizer)
     with CheckpointState(checkpoint, manifest, optimizer) as checkpoint_state:
         checkpoint_state.fill(replica)
-    if not replica.has_state(checkpoint.info.state_digest):
+    if not replica.has_digest(checkpoint.info.state_digest):
         raise StorageDamaged(
             str(checkpoint.path), "", "the digest of the state differs from the recorded one"
         )

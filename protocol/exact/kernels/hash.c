@@ -31,7 +31,8 @@ static void hash_range(void *call, usize lo, usize hi) {
   }
 }
 
-/* Hash each piece; a last piece below SHORTEST_HASHED bytes is left to the caller. */
+/* Write 16 bytes for each piece to `out`. The caller hashes a last piece that is shorter than
+   SHORTEST_HASHED bytes. */
 void piece_hashes(const u8 *values, u8 *out, usize bytes, u32 threads) {
   Pieces call = {values, out, bytes};
   in_parallel(hash_range, &call, bytes, PIECE_BYTES, threads);

@@ -11,7 +11,7 @@ typedef struct { Lanes sums; usize blocks; } Hash;
 
 #define STRIPE 64
 #define BLOCK 1024
-#define AHEAD 1024 /* bytes, of the prefetch */
+#define PREFETCH_BYTES 1024 /* distance of the prefetch ahead of the stripe that is hashed */
 #define PIECE_BYTES 262144
 #define SHORTEST_HASHED 241
 #define PRIME32_1 0x9E3779B1ul
@@ -38,14 +38,15 @@ INLINE void begin_hash(Hash *hash) {
   hash->blocks = 0;
 }
 
-/* Hash the whole blocks among the first `available` of `bytes` bytes, except the last byte's. */
+/* Hash the whole blocks among the first `available` of `bytes` bytes, except the block of the last
+   byte, which `end_hash` handles. */
 INLINE void hash_blocks(Hash *hash, const u8 *from, usize available, usize bytes) {
   const usize whole = (available < bytes ? available : bytes - 1) / BLOCK;
   Lanes sums = hash->sums;
   for (; hash->blocks < whole; hash->blocks++) {
     const u8 *block = from + hash->blocks * BLOCK;
     for (usize n = 0; n < BLOCK / STRIPE; n++) {
-      __builtin_prefetch(block + n * STRIPE + AHEAD);
+      __builtin_prefetch(block + n * STRIPE + PREFETCH_BYTES);
       sums = add_stripe(sums, block + n * STRIPE, hash_secret + n * 8);
     }
     sums = (sums ^ (sums >> 47) ^ lanes_at(hash_secret + 128)) * PRIME32_1;
@@ -53,30 +54,31 @@ INLINE void hash_blocks(Hash *hash, const u8 *from, usize available, usize bytes
   hash->sums = sums;
 }
 
-INLINE u64 folded(u64 left, u64 right) {
+/* XOR the halves of the 128-bit product. */
+INLINE u64 fold(u64 left, u64 right) {
   const unsigned __int128 product = (unsigned __int128)left * right;
   return (u64)product ^ (u64)(product >> 64);
 }
 
-INLINE u64 merged(Lanes sums, const u8 *secret, u64 start) {
+INLINE u64 merge_sums(Lanes sums, const u8 *secret, u64 start) {
   for (int n = 0; n < 4; n++)
-    start += folded(sums[2 * n] ^ u64_at(secret + 16 * n),
+    start += fold(sums[2 * n] ^ u64_at(secret + 16 * n),
                     sums[2 * n + 1] ^ u64_at(secret + 16 * n + 8));
   start = (start ^ (start >> 37)) * 0x165667919E3779F9ul;
   return start ^ (start >> 32);
 }
 
-/* Hash the rest of `bytes` bytes, and write the 16 bytes of the canonical form. */
+/* Hash the remaining of `bytes` bytes, and write the 16 bytes of the canonical form. */
 INLINE void end_hash(Hash *hash, const u8 *from, usize bytes, u8 *out) {
   hash_blocks(hash, from, bytes, bytes);
-  const u8 *rest = from + hash->blocks * BLOCK;
-  const usize stripes = (usize)(from + bytes - 1 - rest) / STRIPE;
+  const u8 *tail = from + hash->blocks * BLOCK;
+  const usize stripes = (usize)(from + bytes - 1 - tail) / STRIPE;
   Lanes sums = hash->sums;
   for (usize n = 0; n < stripes; n++)
-    sums = add_stripe(sums, rest + n * STRIPE, hash_secret + n * 8);
+    sums = add_stripe(sums, tail + n * STRIPE, hash_secret + n * 8);
   sums = add_stripe(sums, from + bytes - STRIPE, hash_secret + 121);
-  const u64 high = __builtin_bswap64(merged(sums, hash_secret + 117, ~(bytes * PRIME64_2)));
-  const u64 low = __builtin_bswap64(merged(sums, hash_secret + 11, bytes * PRIME64_1));
+  const u64 high = __builtin_bswap64(merge_sums(sums, hash_secret + 117, ~(bytes * PRIME64_2)));
+  const u64 low = __builtin_bswap64(merge_sums(sums, hash_secret + 11, bytes * PRIME64_1));
   __builtin_memcpy(out, &high, 8);
   __builtin_memcpy(out + 8, &low, 8);
 }

@@ -34,7 +34,8 @@ HASHED_BYTES: Final = 262_144
 _SHORTEST_HASHED_BYTES: Final = 241
 """XXH3 has other functions for shorter inputs; the package `xxhash` hashes them."""
 THREAD_ELEMENTS: Final = 262_144
-"""Fewest elements per thread: 1 MiB takes several times as long as starting a thread."""
+"""Minimum elements per thread. A kernel takes several times as long for 1 MiB as a thread's
+start."""
 
 _POINTER, _SIZE, _U32 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32
 _ELEMENTWISE: Final = (_POINTER, _POINTER, _SIZE, _U32)
@@ -100,8 +101,8 @@ class Library:
             gradient: Shape (n,).
             moments: Shape (n,) each; changed.
             average: Shape (n,), if there is one; changed.
-            hashes: Receives `hash_pieces` of the new parameters, of each moment and of the average,
-                shape (arrays, pieces, 16).
+            hashes: Receives the `hash_pieces` of the new parameters, each moment and the average,
+                uint8, shape (arrays, pieces, 16).
 
         Returns:
             Whether all new values are finite.
@@ -121,25 +122,26 @@ class Library:
         return not not_finite
 
     def factor_sums(
-        self, matrices: Array, epsilon: float, of_rows: NDArray[np.float64]
+        self, matrices: Array, epsilon: float, row_sums: NDArray[np.float64]
     ) -> NDArray[np.float64]:
-        """Sum squares plus epsilon, by piece of columns and by column.
+        """Sum the squares, each plus epsilon, of every row (by piece of columns) and every column.
 
         Args:
             matrices: Shape (n, rows, columns).
             epsilon: Added to each square.
-            of_rows: Receives the sums over pieces of columns, shape (n, pieces, rows).
+            row_sums: Receives the sum of each row over each piece of columns, float64, shape
+                (n, pieces, rows).
 
         Returns:
-            The sums over rows, shape (n, columns).
+            The sum of each column, float64, shape (n, columns).
         """
         count, rows, columns = matrices.shape
-        of_columns, added = np.empty((count, columns)), np.array([epsilon])
+        column_sums, epsilon_array = np.empty((count, columns)), np.array([epsilon])
         self._c.factor_sums(
-            _address(matrices), count, rows, columns, _address(added), _address(of_rows),
-            _address(of_columns), threads_for(matrices.size),
+            _address(matrices), count, rows, columns, _address(epsilon_array), _address(row_sums),
+            _address(column_sums), threads_for(matrices.size),
         )  # fmt: skip
-        return of_columns
+        return column_sums
 
     def hash_pieces(self, values: Array, hashes: Bytes) -> None:
         """Write the XXH3-128 hash of each `HASHED_BYTES` of the values to shape (pieces, 16)."""
@@ -221,12 +223,12 @@ def runnable_targets() -> list[BuildTarget]:
 
 
 def _processor_features() -> frozenset[str]:
-    """Return the processor features that numpy detected; empty if it does not expose them."""
+    """Return the processor features that numpy has detected; empty if it does not expose them."""
     try:
         features = import_module("numpy._core._multiarray_umath").__cpu_features__
     except (ImportError, AttributeError):
         return frozenset()
-    return frozenset(name for name, is_there in features.items() if is_there)
+    return frozenset(name for name, is_supported in features.items() if is_supported)
 
 
 def _load_library() -> tuple[Library | None, str]:
@@ -298,8 +300,10 @@ def native_name() -> str:
 
 
 def use_threads(threads: int) -> None:
-    """Set the number of threads of large calls. Threads end with the call, so they do not
-    compete with other computations of the process."""
+    """Set the maximum number of threads of a call.
+
+    Threads end with the call, so they do not compete with other computations of the process.
+    """
     _Current.threads = max(1, threads)
 
 

@@ -7,7 +7,7 @@ reduction tree show which tensors a step has reached, without a mask that could 
 tensor's average is absent if and only if no microbatch of the step reached the tensor. Averaging,
 bfloat16, slices and the gradient log preserve the sign of zero.
 
-The first value of a present gradient is never -0.0: `present` replaces it by +0.0 where the
+The first value of a present gradient is never -0.0: `mark_present` replaces it by +0.0 where the
 gradient is computed. Rounding can undo this only if every value of a tensor rounds to -0.0, which
 takes values below 2^-149 times the step's weight (2^-134 with bfloat16).
 """
@@ -29,12 +29,12 @@ ABSENT: Final = np.float32(-0.0)
 _ABSENT_BITS: Final = np.uint32(0x80000000)
 
 
-def absent(elements: int) -> Array:
+def absent_gradient(elements: int) -> Array:
     """Return a new absent gradient, flat float32."""
     return np.full(elements, ABSENT)
 
 
-def present(gradient: Array) -> Array:
+def mark_present(gradient: Array) -> Array:
     """Mark a gradient as present: replace -0.0 as its first value by +0.0.
 
     Args:

@@ -18,7 +18,7 @@ from protocol.exact.reduction.absent import keep_absent
 Array = NDArray[np.float32]
 
 SQUARE_SUM_CHUNK_ELEMENTS: Final = 65_536
-"""Part of the definition of `square_sum`: another size may give other bits."""
+"""Part of the definition of `square_sum`: another size can give other bits."""
 
 _FLOAT32: Final = struct.Struct("<f")
 

@@ -28,9 +28,11 @@ ELEMENT_BYTES: Final[dict[Precision, int]] = {"float32": 4, "bfloat16": 2}
 """Bytes of a value on the wire."""
 
 
-def rounded(values: Array) -> Array:
-    """Round a flat float32 array in place; values that are too large become infinite, NaN stays
-    NaN."""
+def round_to_bfloat16(values: Array) -> Array:
+    """Round a flat float32 array in place, and return it.
+
+    Values that are too large become infinite, NaN stays NaN.
+    """
     if (library := library_for(writes=(values,))) is not None:
         library.round_bfloat16(values)
         return values
@@ -48,7 +50,7 @@ def rounded(values: Array) -> Array:
     return values
 
 
-def packed(values: Array, precision: Precision) -> NDArray[Any]:
+def pack(values: Array, precision: Precision) -> NDArray[Any]:
     """Encode a flat array that is already rounded to this precision.
 
     Returns:
@@ -61,7 +63,7 @@ def packed(values: Array, precision: Precision) -> NDArray[Any]:
     return np.right_shift(values.view(np.uint32), _SIXTEEN).astype("<u2")
 
 
-def unpacked(raw: NDArray[np.uint8], precision: Precision) -> Array:
+def unpack(raw: NDArray[np.uint8], precision: Precision) -> Array:
     """Decode to float32; float32 bytes are viewed, not copied."""
     if precision == "float32":
         return raw.view("<f4")

@@ -21,7 +21,7 @@ from protocol.base import limits
 from protocol.base.errors import MessageError
 from protocol.base.fields import Number, Small
 from protocol.exact.reduction.average import Array, average, is_finite
-from protocol.exact.reduction.codecs import projected
+from protocol.exact.reduction.codecs import project
 from protocol.exact.reduction.tree import Subtree, root
 from protocol.exact.reduction.tree_sum import ADDITIONS, TreeSum
 from protocol.spec.manifest import Block
@@ -89,13 +89,13 @@ class NonFinite:
 
 
 @dataclass(frozen=True, slots=True)
-class Reduced:
-    """The result for one piece, once the sums of all microbatches are in.
+class ReductionResult:
+    """The result for one piece, once the sums of all microbatches have arrived.
 
     Attributes:
         values: The average, or the sum where the reducer does not average. Flat float32.
         weight: Total weight of the microbatches.
-        origin: Which workers' sums were added.
+        origin: The workers whose sums were added, with their subtrees.
     """
 
     values: Array
@@ -103,7 +103,7 @@ class Reduced:
     origin: Origin
 
 
-class _Partial:
+class _PartialSums:
     """Partial sums of one piece; `sums` is None once the piece is reduced."""
 
     __slots__ = ("origins", "sums", "weights")
@@ -122,7 +122,8 @@ class Reducer(Generic[Piece]):
         exchange: The codecs, by which sums and averages are rounded.
         pieces: The pieces to reduce.
         average_into: Returns the flat float32 array that receives a piece's average. None makes a
-            pre-reducer, which hands out sums and leaves the check for NaN to whoever averages.
+            pre-reducer, which returns sums and leaves the check for NaN to the reducer that
+            averages.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class Reducer(Generic[Piece]):
         self._microbatches = microbatches
         self._exchange = exchange
         self._average_into = average_into
-        self._partials = {piece: _Partial(microbatches, exchange) for piece in pieces}
+        self._partials = {piece: _PartialSums(microbatches, exchange) for piece in pieces}
 
     def __len__(self) -> int:
         return len(self._partials)
@@ -143,8 +144,8 @@ class Reducer(Generic[Piece]):
     def __contains__(self, piece: object) -> bool:
         return piece in self._partials
 
-    def own(self, pieces: Collection[Piece]) -> set[Piece]:
-        """Reduce these pieces from now on; results of other pieces that are done remain.
+    def set_pieces(self, pieces: Collection[Piece]) -> set[Piece]:
+        """Reduce these pieces from now on; other pieces stay only if they are completely reduced.
 
         Returns:
             The pieces whose partial sums were dropped.
@@ -156,7 +157,7 @@ class Reducer(Generic[Piece]):
             del self._partials[piece]
         for piece in pieces:
             if piece not in self._partials:
-                self._partials[piece] = _Partial(self._microbatches, self._exchange)
+                self._partials[piece] = _PartialSums(self._microbatches, self._exchange)
         return dropped_pieces
 
     def is_done(self, piece: Piece) -> bool:
@@ -181,7 +182,7 @@ class Reducer(Generic[Piece]):
 
     def put(
         self, piece: Piece, worker: str, subtree: Subtree, weight: float, values: Array
-    ) -> Reduced | NonFinite | None:
+    ) -> ReductionResult | NonFinite | None:
         """Add a subtree's sum of a piece; `values` belongs to the reducer from then on.
 
         Args:
@@ -199,8 +200,9 @@ class Reducer(Generic[Piece]):
         sums = partial.sums
         if sums is None or sums.covers(subtree):
             return None
-        # Checked before adding, since a sum does not show which term had a NaN. In a sum over all
-        # microbatches the average shows it, unless the weight is zero.
+        # Checked before adding, since a sum does not show which term had a NaN. A sum over all
+        # microbatches needs no check here: the check of the average finds it, unless the weight is
+        # 0.
         is_whole_step = weight > 0 and subtree == root(self._microbatches)
         if self._average_into is not None and not (is_whole_step or is_finite(values)):
             return NonFinite(subtree, worker)
@@ -218,15 +220,15 @@ class Reducer(Generic[Piece]):
                 return NonFinite(root(self._microbatches), contributor)
             total = out
         partial.sums = None  # frees the memory now: all pieces together are as large as the model
-        return Reduced(total, total_weight, partial.origins.total or ())
+        return ReductionResult(total, total_weight, partial.origins.total or ())
 
     def _average(self, total: Array, weight: float, out: Array) -> bool:
-        """Write the average, rounded as it is sent; return whether it is finite."""
+        """Write the average, rounded to its codec; return whether it is finite."""
         if not math.isfinite(weight):
             return False
         # Dividing by a small weight can overflow although the sum is finite.
-        finite = average(total, weight, out=out)
+        average_is_finite = average(total, weight, out=out)
         if self._exchange.averages == "float32":
-            return finite
-        projected(out, self._exchange.averages)
+            return average_is_finite
+        project(out, self._exchange.averages)
         return is_finite(out)

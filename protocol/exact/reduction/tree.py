@@ -3,8 +3,9 @@
 Over microbatches [lo, hi) a subtree is one leaf if hi - lo = 1; else it is split at k, the largest
 power of two below hi - lo, and subtree(lo, hi) = subtree(lo, lo + k) + subtree(lo + k, hi). This is
 the split of RFC 6962 (section 2.1). The shape depends only on the number of microbatches. So if the
-leaves' gradients are equal, the bits of the sum are equal, whoever computes which part and in
-whatever order parts arrive. Float addition is not associative, so no other order is ever used.
+leaves' gradients are equal, the bits of the sum are equal, regardless of which worker computes
+which part and in which order the parts arrive. Float addition is not associative, so no other order
+is ever used.
 """
 
 from __future__ import annotations

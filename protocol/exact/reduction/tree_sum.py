@@ -1,7 +1,7 @@
-"""Sums along the reduction tree: the only way in which gradients, losses and weights are added.
+"""Sums along the reduction tree. Gradients, losses and weights are added in no other order.
 
-A worker adds the microbatches of a subtree, and whoever averages adds the subtrees of a step, both
-with the same class. So the bits do not depend on who added what.
+A worker adds the microbatches of a subtree, and the owner of a chunk adds the subtrees of a step,
+both with the same class. So the bits do not depend on which process adds which part.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from protocol.exact.kernels.library import library_for
 from protocol.exact.reduction.average import Array
-from protocol.exact.reduction.bfloat16 import rounded
+from protocol.exact.reduction.bfloat16 import round_to_bfloat16
 from protocol.exact.reduction.tree import Subtree, parent, root, sibling
 from protocol.spec.sections.exchange import Precision
 
@@ -84,7 +84,7 @@ def add_rounded(left: Array, right: Array) -> Array:
     if (library := library_for(right, writes=(left,))) is not None:
         library.add_rounded(left, right)
         return left
-    return rounded(add_arrays(left, right))
+    return round_to_bfloat16(add_arrays(left, right))
 
 
 ADDITIONS: Final[dict[Precision, Callable[[Array, Array], Array]]] = {

@@ -11,7 +11,7 @@ from transformers.optimization import Adafactor as AdafactorOfTransformers
 from protocol.exact import adafactor
 from protocol.exact.adafactor import factor_elements
 from protocol.exact.kernels.library import library_for, using
-from protocol.exact.reduction.absent import absent
+from protocol.exact.reduction.absent import absent_gradient
 from protocol.exact.replica import Replica, part_slices
 from protocol.exact.update import average_keep, step_scalars
 from protocol.spec.manifest import Block, TensorSpec
@@ -131,7 +131,7 @@ def test_groups_averages_and_absent_gradients_work_together():
     for step in range(4):
         gradient = values(step)
         if step == 3:
-            gradient[:35] = absent(35)
+            gradient[:35] = absent_gradient(35)
         before = replica.tensors()["a"].copy()
         replica.apply([gradient], step_scalars(spec, step + 1, step, 4, 1.0))
         assert (replica.tensors()["a"] != before).any() == (step < 3)
@@ -140,9 +140,9 @@ def test_groups_averages_and_absent_gradients_work_together():
             average[name] = weights + average_share * (average[name] - weights)
     for name, weights in replica.trained_tensors().items():
         np.testing.assert_allclose(weights, average[name], rtol=2e-6, atol=1e-6)
-    assert not replica.location_not_finite()
+    assert not replica.non_finite_location()
     replica.arrays("factors")[0][13] = np.nan
-    assert replica.location_not_finite() == "block 'b', tensor 'bias' (factors)"
+    assert replica.non_finite_location() == "block 'b', tensor 'bias' (factors)"
 
 
 def test_adafactor_state_is_sent_in_chunk_sized_pieces():
@@ -165,5 +165,5 @@ def test_adafactor_state_is_sent_in_chunk_sized_pieces():
     for part in replica.parts():
         for number, part_range in enumerate(part_slices(part.kind, BLOCK)):
             restored_replica.load_piece(part.kind, 0, number, part.values[part_range])
-    restored_replica.restore(1, 1)
+    restored_replica.set_counters(1, 1)
     assert restored_replica.state_digest() == replica.state_digest()

@@ -9,7 +9,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from protocol.base.errors import RunSpecError
-from protocol.exact.reduction.absent import absent
+from protocol.exact.reduction.absent import absent_gradient
 from protocol.exact.replica import Replica
 from protocol.exact.update import average_keep, step_scalars
 from protocol.spec.manifest import Block, TensorSpec
@@ -113,7 +113,7 @@ def test_an_average_continues_while_its_tensor_has_no_gradient():
     partial_gradient = gradient(9)
     partial_gradient[35:] = 0.0
     take_step(uninterrupted, spec, 9, partial_gradient)
-    partial_gradient[35:] = absent(7)
+    partial_gradient[35:] = absent_gradient(7)
     take_step(replica, spec, 9, partial_gradient)
     weights, expected = replica.trained_tensors(), uninterrupted.trained_tensors()
     assert all(weights[name].tobytes() == expected[name].tobytes() for name in weights)
@@ -124,9 +124,9 @@ def test_skipped_step_keeps_the_average_and_a_copy_includes_it():
     replica = replica_of(spec)
     for step in range(4):
         take_step(replica, spec, step)
-    before = replica.trained()[0].tobytes()
+    before = replica.trained_weights()[0].tobytes()
     replica.skip()
-    assert replica.trained()[0].tobytes() == before
+    assert replica.trained_weights()[0].tobytes() == before
     replica_copy = replica.copy()
     assert replica_copy.state_digest() == replica.state_digest()
     replica_copy.arrays("average")[0][3] += np.float32(1.0)
@@ -136,7 +136,7 @@ def test_skipped_step_keeps_the_average_and_a_copy_includes_it():
 def test_non_finite_average_is_located():
     replica = replica_of(Adamw(ema=EmaSpec()))
     replica.arrays("average")[0][36] = np.inf
-    assert replica.location_not_finite() == "block 'b', tensor 'bias' (average)"
+    assert replica.non_finite_location() == "block 'b', tensor 'bias' (average)"
 
 
 def test_buffers_are_not_averaged():

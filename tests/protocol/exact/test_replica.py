@@ -56,13 +56,13 @@ def trained_replica(spec, steps=3):
 @pytest.mark.parametrize("kind", ["parameters", "second_moment"])
 def test_non_finite_value_is_located(bad_value, kind):
     replica = Replica(BLOCKS, Adamw(name="adamw", lr=0.1))
-    assert replica.location_not_finite() == ""
+    assert replica.non_finite_location() == ""
     block, tensor = BLOCKS[-1], BLOCKS[-1].tensors[-1]
     part = next(p for p in replica.parts() if (p.kind, p.block) == (kind, len(BLOCKS) - 1))
     part.values[-1] = bad_value
     kind_text = kind.replace("_", " ")
     expected = f"block {block.name!r}, tensor {tensor.name!r} ({kind_text})"
-    assert replica.location_not_finite() == expected
+    assert replica.non_finite_location() == expected
 
 
 def test_update_in_a_thread_that_flushes_subnormals_is_refused():
@@ -196,13 +196,13 @@ def test_a_flipped_bit_anywhere_changes_the_state_digest(spec):
 @each_spec
 def test_digest_from_update_hashes_equals_the_digest_of_memory(spec):
     replica = trained_replica(spec)
-    for hashing in (True, False):
-        replica.apply(values(5), scalars(replica, spec), hashing=hashing)
+    for should_hash in (True, False):
+        replica.apply(values(5), scalars(replica, spec), should_hash=should_hash)
         first = replica.state_digest()
         assert replica.state_digest() == replica.copy().state_digest() == first
-    replica.apply(values(6), scalars(replica, spec), hashing=True)
+    replica.apply(values(6), scalars(replica, spec), should_hash=True)
     before = replica.copy().state_digest()
-    replica.apply(values(6), scalars(replica, spec), hashing=True)
+    replica.apply(values(6), scalars(replica, spec), should_hash=True)
     replica.clear_moments()
     assert replica.state_digest() == replica.copy().state_digest() != before
 
@@ -215,7 +215,7 @@ def test_state_moves_by_parts_and_both_replicas_continue_equally(spec):
     for part in first.parts():
         for number, part_range in enumerate(part_slices(part.kind, BLOCKS[part.block])):
             second.load_piece(part.kind, part.block, number, part.values[part_range])
-    second.restore(first.step, first.optimizer_step)
+    second.set_counters(first.step, first.optimizer_step)
     assert second.state_digest() == first.state_digest()
     for replica in (first, second):
         replica.apply(values(7), scalars(replica, spec))

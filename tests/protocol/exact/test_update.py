@@ -25,7 +25,7 @@ from protocol.exact.schedule import learning_rate
 from protocol.exact.update import (
     StepScalars,
     apply_update,
-    averaged,
+    average_weights,
     averaging_share,
     clip_factor,
     global_norm,
@@ -501,7 +501,7 @@ def test_weights_stay_within_a_millionth_of_the_reference_over_100_steps(spec, s
         if spec.clip_value is not None:
             torch.nn.utils.clip_grad_value_([parameter], spec.clip_value)
         optimizer.step()
-    weights = averaged(spec, weights, moments)
+    weights = average_weights(spec, weights, moments)
     expected = (
         (optimizer.average() if is_schedule_free else parameter.detach()).numpy().astype(np.float64)
     )
@@ -531,7 +531,7 @@ def test_average_after_the_first_step_is_its_weights():
     start, gradients = problem(elements=20, steps=1)
     weights, moments = run(spec, start, gradients)
     assert not moments[0].any()
-    assert same_bits(averaged(spec, weights, moments), weights)
+    assert same_bits(average_weights(spec, weights, moments), weights)
 
 
 def test_commit_without_average_is_unchanged():

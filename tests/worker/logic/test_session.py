@@ -15,7 +15,7 @@ from protocol.base.errors import (
     MessageError,
     OutOfOrder,
 )
-from protocol.exact.reduction.bfloat16 import packed
+from protocol.exact.reduction.bfloat16 import pack
 from protocol.exact.reduction.tree import Subtree
 from protocol.exact.replica import StatePart
 from protocol.exact.update import step_scalars
@@ -449,11 +449,11 @@ def test_gradients_are_encoded_as_in_the_spec(precision, averages):
     session.receive(plan((0, 2)), None)
     values = np.array([1, -2.5, 3], "f4")
     (payload,) = session.result(events.BlockSum(StepId(0, 0), Subtree(0, 2), 1, values, 2.0))
-    assert np.asarray(payload.body).tobytes() == packed(values, precision).tobytes()
+    assert np.asarray(payload.body).tobytes() == pack(values, precision).tobytes()
     for kind, block, sums in (
         (msg.AveragedBlockGradient, 1, values), (msg.AveragedNonBlockGradient, 0, values[:2]),
     ):  # fmt: skip
-        raw = packed(sums, averages).view(np.uint8)
+        raw = pack(sums, averages).view(np.uint8)
         session.receive(kind(**STEP_FIELDS, block=block, chunk=0), raw)
     (apply,) = [a for a in session.receive(commit(), None) if isinstance(a, act.Apply)]
     assert [a.tolist() for a in apply.averages] == [[1, -2.5], [1, -2.5, 3]]

@@ -298,7 +298,7 @@ def test_task_owner_gets_its_module_back_with_trained_values(device, is_evaluate
         device.engine.do(act.Evaluate(2, 3))
         device.until(events.PartEvaluated)
     device.engine.close()
-    for loaded_values, trained in zip(loads[-1], job.replica.trained(), strict=True):
+    for loaded_values, trained in zip(loads[-1], job.replica.trained_weights(), strict=True):
         np.testing.assert_array_equal(loaded_values, trained)
         assert not np.array_equal(loaded_values, job.replica.parameters[0])
 

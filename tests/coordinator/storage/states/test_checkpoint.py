@@ -83,7 +83,7 @@ def test_missed_updates_are_restored_and_sent_to_workers(tmp_path):
     gradients = averages(2)
     mark_absent(BLOCKS[0], gradients[0], {"layer.0.bias"})
     replica.apply(gradients, commit_of(2, 3).scalars)
-    assert replica.has_missed
+    assert replica.has_missed_updates
     write_checkpoint(tmp_path, MANIFEST, replica, run_id=RUN_ID, term=7, losses=[1.0] * 3)
     checkpoint, _ = latest(tmp_path)
     names = set(load_file(checkpoint.path / "optimizer.safetensors"))

@@ -250,11 +250,11 @@ def test_codecs_match_numpy(kernels, codec, case):
     for native in (None, kernels):
         array = values(seed, elements, offset)
         with using(native):
-            body = codecs.packed(array, codec).view(np.uint8)
+            body = codecs.pack(array, codec).view(np.uint8)
             raw = np.empty(body.size + 64, np.uint8)[63 - offset :][: body.size]
             raw[:] = body
-            results.append((body.tobytes(), bits(codecs.unpacked(raw, codec, elements)).tobytes()))
-            results.append((bits(codecs.projected(array, codec)).tobytes(),))
+            results.append((body.tobytes(), bits(codecs.unpack(raw, codec, elements)).tobytes()))
+            results.append((bits(codecs.project(array, codec)).tobytes(),))
     assert results[:2] == results[2:]
 
 
@@ -268,7 +268,7 @@ def test_unpacking_any_bytes_matches_numpy(kernels, codec, case):
     contents: list[Any] = []
     for native in (None, kernels):
         with using(native):
-            contents.append(bits(codecs.unpacked(raw, codec, elements)).tobytes())
+            contents.append(bits(codecs.unpack(raw, codec, elements)).tobytes())
     assert contents[0] == contents[1]
 
 
@@ -277,14 +277,14 @@ def test_equal_magnitudes_are_chosen_by_index(kernels):
         contents: list[Any] = []
         for native in (None, kernels):
             with using(native):
-                contents.append(codecs.packed(array, "topk").tobytes())
+                contents.append(codecs.pack(array, "topk").tobytes())
         assert contents[0] == contents[1]
 
 
 def test_absent_gradients_are_recognized(kernels):
     with using(kernels):
         for elements in (1, 7, 4096, 10_001):
-            gradient = absent.absent(elements)
+            gradient = absent.absent_gradient(elements)
             assert absent.is_absent(gradient)
             gradient[-1] = 0.0
             assert not absent.is_absent(gradient)
@@ -301,7 +301,7 @@ def test_unsupported_arrays_are_left_to_numpy():
         read_only = np.frombuffer(small_array.tobytes(), np.float32)
         assert library_for(writes=(read_only,)) is None
         with pytest.raises(ValueError, match="read-only"):
-            bfloat16.rounded(read_only)
+            bfloat16.round_to_bfloat16(read_only)
         with pytest.raises(ValueError, match="broadcast"):
             tree_sum.add_arrays(small_array, np.zeros(7, np.float32))
 

@@ -10,13 +10,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.exact.reduction.absent import absent, is_absent, keep_absent, mark_absent, present
+from protocol.exact.reduction.absent import (
+    absent_gradient,
+    is_absent,
+    keep_absent,
+    mark_absent,
+    mark_present,
+)
 from protocol.exact.reduction.average import average
-from protocol.exact.reduction.bfloat16 import packed, rounded, unpacked
+from protocol.exact.reduction.bfloat16 import pack, round_to_bfloat16, unpack
 from protocol.exact.reduction.tree import Subtree
 from protocol.exact.reduction.tree_sum import ADDITIONS, TreeSum
 from protocol.exact.replica import MISSED_UPDATES, Replica, are_counts, part_slices
-from protocol.exact.update import averaged, counts_updates, scalars_after, step_scalars
+from protocol.exact.update import adapt_scalars, average_weights, counts_updates, step_scalars
 from protocol.spec.manifest import Block, TensorSpec
 from protocol.spec.sections.optimizer import Adamw
 from tests.protocol.exact.test_update import SPECS, ReferenceScheduleFree
@@ -42,20 +48,24 @@ def test_a_sum_is_absent_exactly_if_all_its_terms_are(data, count, precision):
     sums = TreeSum(count, ADDITIONS[precision])
     for leaf in data.draw(st.permutations(range(count))):
         values = gradients[leaf]
-        term = absent(2) if values is None else present(rounded(np.array(values, np.float32)))
+        term = (
+            absent_gradient(2)
+            if values is None
+            else mark_present(round_to_bfloat16(np.array(values, np.float32)))
+        )
         sums.put(Subtree(leaf, leaf + 1), term.copy())
     out = np.empty(2, np.float32)
     assert sums.total is not None
     average(sums.total, 3.0, out)
     present_values = [values for values in gradients if values is not None]
     assert is_absent(out) == (not present_values)
-    decoded = unpacked(packed(rounded(out), "bfloat16").view(np.uint8), "bfloat16")
+    decoded = unpack(pack(round_to_bfloat16(out), "bfloat16").view(np.uint8), "bfloat16")
     assert is_absent(decoded) == (not present_values)
 
 
 def test_an_absent_term_changes_no_bit_of_a_sum():
     values = np.array([1.5, -0.0, 0.0, -1e-45, 3e38, np.inf], np.float32)
-    for left, right in ((values.copy(), absent(6)), (absent(6), values.copy())):
+    for left, right in ((values.copy(), absent_gradient(6)), (absent_gradient(6), values.copy())):
         assert ADDITIONS["float32"](left, right).tobytes() == values.tobytes()
 
 
@@ -70,7 +80,7 @@ def test_only_negative_zeros_are_absent_and_present_unmarks_them(values, expecte
     gradient = np.array(values, np.float32)
     before = gradient.tobytes()
     assert is_absent(gradient) is expected
-    marked_gradient = present(gradient)
+    marked_gradient = mark_present(gradient)
     assert gradient.tobytes() == before
     assert not is_absent(marked_gradient)
     np.testing.assert_array_equal(marked_gradient, gradient)
@@ -160,7 +170,7 @@ def test_every_rule_skips_absent_gradients_like_torch(name):
     for number, gradients in enumerate(steps):
         flat = np.concatenate(
             [
-                absent(size) if gradients[name] is None else gradients[name]
+                absent_gradient(size) if gradients[name] is None else gradients[name]
                 for name, size in SIZES.items()
             ]
         )
@@ -170,7 +180,7 @@ def test_every_rule_skips_absent_gradients_like_torch(name):
     for tensor, values in replica.trained_tensors().items():
         np.testing.assert_allclose(values, expected[tensor], rtol=2e-6, atol=2e-7, err_msg=tensor)
     np.testing.assert_array_equal(replica.trained_tensors()["never"], start["never"])
-    assert replica.has_missed == (counts_updates(spec))
+    assert replica.has_missed_updates == (counts_updates(spec))
 
 
 ADAMW = Adamw(name="adamw", lr=0.01)
@@ -218,10 +228,10 @@ def test_state_loaded_by_pieces_replaces_any_content():
         for part in source.parts():
             for number, part_range in enumerate(part_slices(part.kind, BLOCK)):
                 target.load_piece(part.kind, part.block, number, part.values[part_range])
-        target.restore(source.step, source.optimizer_step)
+        target.set_counters(source.step, source.optimizer_step)
         assert target.state_digest() == source.state_digest()
     partial_replica.clear_moments()
-    assert not partial_replica.has_missed
+    assert not partial_replica.has_missed_updates
 
 
 @pytest.mark.parametrize("bad_count", [-1.0, 5.0, 0.5, np.nan, np.inf])
@@ -234,7 +244,7 @@ def test_invalid_counts_are_recognized(bad_count):
 def test_scalars_after_all_updates_are_those_of_the_step(updates):
     spec = SPECS["adamw-decay-clip"]
     scalars = step_scalars(spec, updates, updates, 10**6, 0.25)
-    expected_scalars = scalars_after(spec, scalars, updates)
+    expected_scalars = adapt_scalars(spec, scalars, updates)
     for name, value in expected_scalars.model_dump().items():
         assert value == pytest.approx(scalars.model_dump()[name], rel=3e-7)
         assert float(np.float32(value)) == value
@@ -245,6 +255,6 @@ def test_absent_gradient_keeps_the_schedule_free_average():
     replica = Replica((BLOCK,), spec)
     replica.load_parameters([np.arange(BLOCK.elements, dtype=np.float32)])
     replica.apply([np.ones(BLOCK.elements, np.float32)], step_scalars(spec, 1, 0, 9, 1.0))
-    before = averaged(spec, replica.parameters[0], (replica.parts()[1].values,)).tobytes()
-    replica.apply([absent(BLOCK.elements)], step_scalars(spec, 2, 1, 9, 0.0))
-    assert replica.trained()[0].tobytes() == before
+    before = average_weights(spec, replica.parameters[0], (replica.parts()[1].values,)).tobytes()
+    replica.apply([absent_gradient(BLOCK.elements)], step_scalars(spec, 2, 1, 9, 0.0))
+    assert replica.trained_weights()[0].tobytes() == before

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.exact.reduction.bfloat16 import ELEMENT_BYTES, packed, rounded, unpacked
-from tests.reference_bfloat16 import round_to_bfloat16
+from protocol.exact.reduction.bfloat16 import ELEMENT_BYTES, pack, round_to_bfloat16, unpack
+from tests import reference_bfloat16
 
 BITS = st.one_of(
     st.integers(0, 2**32 - 1),
@@ -26,9 +26,10 @@ def floats(bits):
 @given(st.lists(BITS, max_size=40))
 def test_values_round_to_the_nearest(bits):
     values = floats(bits)
-    result = rounded(values.copy())
+    result = round_to_bfloat16(values.copy())
     is_finite = np.isfinite(values)
-    assert result[is_finite].tobytes() == round_to_bfloat16(values[is_finite]).tobytes()
+    expected = reference_bfloat16.round_to_bfloat16(values[is_finite])
+    assert result[is_finite].tobytes() == expected.tobytes()
     non_finite = np.where(np.isnan(values), np.float32("nan"), values)[~is_finite]
     assert result[~is_finite].tobytes() == non_finite.tobytes()
     assert not (result.view(np.uint32) & 0xFFFF).any()
@@ -50,25 +51,25 @@ def test_values_round_to_the_nearest(bits):
     ],
 )
 def test_rounded_bits_match_the_definition(bits, expected_bits):
-    assert packed(rounded(floats([bits])), "bfloat16").tolist() == [expected_bits]
+    assert pack(round_to_bfloat16(floats([bits])), "bfloat16").tolist() == [expected_bits]
 
 
 def test_a_long_array_is_rounded_everywhere_in_place():
     values = np.random.default_rng(0).standard_normal(100_003).astype(np.float32)
-    expected = round_to_bfloat16(values)
-    assert rounded(values) is values
+    expected = reference_bfloat16.round_to_bfloat16(values)
+    assert round_to_bfloat16(values) is values
     assert values.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_rounded_values_are_encoded_without_loss(precision):
-    values = rounded(np.random.default_rng(1).standard_normal(1001).astype(np.float32))
-    body = packed(values, precision)
+    values = round_to_bfloat16(np.random.default_rng(1).standard_normal(1001).astype(np.float32))
+    body = pack(values, precision)
     assert body.nbytes == ELEMENT_BYTES[precision] * values.size
     raw = np.frombuffer(body.tobytes(), np.uint8).copy()
-    assert unpacked(raw, precision).tobytes() == values.tobytes()
-    assert unpacked(raw, precision).flags.writeable
+    assert unpack(raw, precision).tobytes() == values.tobytes()
+    assert unpack(raw, precision).flags.writeable
 
 
 def test_bytes_are_little_endian():
-    assert packed(floats([0x3F800000]), "bfloat16").tobytes() == b"\x80\x3f"
+    assert pack(floats([0x3F800000]), "bfloat16").tobytes() == b"\x80\x3f"

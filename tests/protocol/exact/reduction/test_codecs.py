@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from protocol.exact.reduction.codecs import body_bytes, packed, projected, unpacked
-from tests.reference_bfloat16 import round_to_bfloat16
+from protocol.exact.reduction.codecs import body_bytes, pack, project, unpack
+from tests import reference_bfloat16
 
 CODECS = ("float32", "bfloat16", "int8", "int4", "topk")
 FLOATS = st.floats(
@@ -37,7 +37,9 @@ def keep_largest(values):
         for _ in range(math.ceil(len(part) / 64)):
             largest = max(candidates, key=lambda index: (abs(part[index]), -index))
             candidates.remove(largest)
-            result[lo + largest] = round_to_bfloat16(part[largest : largest + 1])[0]
+            result[lo + largest] = reference_bfloat16.round_to_bfloat16(
+                part[largest : largest + 1]
+            )[0]
     return result
 
 
@@ -53,11 +55,11 @@ NAIVE = {
 @pytest.mark.parametrize("codec", CODECS)
 @given(values=VALUES)
 def test_encoded_values_match_the_definition(codec, values):
-    projection = projected(values.copy(), codec)
+    projection = project(values.copy(), codec)
     assert projection.tolist() == NAIVE[codec](values).tolist()
-    raw = packed(projection, codec)
+    raw = pack(projection, codec)
     assert raw.nbytes == body_bytes(codec, len(values))
-    unpacked_values = unpacked(np.ascontiguousarray(raw).view(np.uint8), codec, len(values))
+    unpacked_values = unpack(np.ascontiguousarray(raw).view(np.uint8), codec, len(values))
     assert (
         unpacked_values.tobytes() == (projection + np.float32(0)).tobytes()
         or unpacked_values.tolist() == projection.tolist()
@@ -67,8 +69,8 @@ def test_encoded_values_match_the_definition(codec, values):
 @pytest.mark.parametrize("codec", CODECS)
 def test_projection_is_idempotent(codec):
     values = np.random.default_rng(1).standard_normal(9001).astype(np.float32)
-    first_projection = projected(values.copy(), codec)
-    assert projected(first_projection.copy(), codec).tobytes() == first_projection.tobytes()
+    first_projection = project(values.copy(), codec)
+    assert project(first_projection.copy(), codec).tobytes() == first_projection.tobytes()
     assert body_bytes(codec, len(values)) <= 4 * len(values)
 
 
@@ -77,7 +79,7 @@ def test_projection_is_idempotent(codec):
 def test_non_finite_values_are_detected(codec, special_value):
     values = np.ones(200, np.float32)
     values[77] = special_value
-    projection = projected(values, codec)
+    projection = project(values, codec)
     assert not np.isfinite(projection).all()
     assert np.isfinite(projection[:32]).all()
 
@@ -85,11 +87,11 @@ def test_non_finite_values_are_detected(codec, special_value):
 def test_ties_of_topk_go_to_the_first():
     values = np.full(4096, 2, np.float32)
     values[1::2] = -2
-    assert np.flatnonzero(projected(values, "topk")).tolist() == list(range(64))
+    assert np.flatnonzero(project(values, "topk")).tolist() == list(range(64))
 
 
 @given(st.binary(min_size=66, max_size=66))
 def test_forged_bytes_give_some_values(raw):
     body = np.frombuffer(raw, np.uint8)
-    assert len(unpacked(body[: body_bytes("int8", 64)], "int8", 64)) == 64
-    assert len(unpacked(body[: body_bytes("topk", 900)], "topk", 900)) == 900
+    assert len(unpack(body[: body_bytes("int8", 64)], "int8", 64)) == 64
+    assert len(unpack(body[: body_bytes("topk", 900)], "topk", 900)) == 900
