@@ -45,7 +45,7 @@ def keep_largest(values):
 
 NAIVE = {
     "float32": lambda values: values,
-    "bfloat16": round_to_bfloat16,
+    "bfloat16": reference_bfloat16.round_to_bfloat16,
     "int8": lambda values: round_by_group(values, 64, 127),
     "int4": lambda values: round_by_group(values, 32, 7),
     "topk": keep_largest,
