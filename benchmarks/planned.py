@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from benchmarks.machine import print_heading, print_table
 from benchmarks.plot import Axis, Line, Panel, draw_panels
-from coordinator.run.exchange.times import MeshMember, Volume, sharded_s, star_s
+from coordinator.run.exchange.times import MeshMember, Volume, predict_sharded_s, predict_star_s
 
 _HOSTS: Final = (4, 8, 16, 32, 64)
 _MBITS: Final = (100, 1_000, 10_000, 25_000)
@@ -48,7 +48,7 @@ class Prediction(NamedTuple):
 
 def equal_members(hosts: int, mbit: float) -> list[MeshMember]:
     """Return equal members, with the coordinator on the first one's host."""
-    return [MeshMember(mbit, 1 / hosts, here=host == 0) for host in range(hosts)]
+    return [MeshMember(mbit, 1 / hosts, has_coordinator=host == 0) for host in range(hosts)]
 
 
 def predict(hosts: int, mbit: float, payload_bytes: int) -> Prediction:
@@ -57,9 +57,9 @@ def predict(hosts: int, mbit: float, payload_bytes: int) -> Prediction:
     volume = Volume(payload_bytes, payload_bytes, _CHUNKS[payload_bytes])
     round_ = Volume(int(payload_bytes * _INT8), payload_bytes // 2, _CHUNKS[payload_bytes])
     return Prediction(
-        star_s(volume, members),
-        sharded_s(volume, members),
-        star_s(round_, members) / _INNER_STEPS,
+        predict_star_s(volume, members),
+        predict_sharded_s(volume, members),
+        predict_star_s(round_, members) / _INNER_STEPS,
     )
 
 
@@ -113,9 +113,9 @@ def two_levels_s(volume: Volume, hosts: int, mbit: float) -> float:
     """
     times = []
     for group in (2**n for n in range(1, hosts.bit_length() - 1)):
-        within_s = star_s(volume, equal_members(group, mbit))
-        between_s = star_s(volume, equal_members(hosts // group, mbit))
-        times.append(max(within_s, between_s) + min(within_s, between_s) / volume.pieces)
+        within_s = predict_star_s(volume, equal_members(group, mbit))
+        between_s = predict_star_s(volume, equal_members(hosts // group, mbit))
+        times.append(max(within_s, between_s) + min(within_s, between_s) / volume.chunks)
     return min(times)
 
 

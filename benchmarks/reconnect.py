@@ -71,7 +71,7 @@ async def _measure(path: Path, logged_steps: int, rounds: int) -> Measurement:
             storage.append(ChunkId(1, step, 0, block, 0), values)
         await storage.commit(_record(step))
         if (step + 1) % STEPS_BETWEEN_CHECKPOINTS == 0:
-            await storage.roll()
+            await storage.roll_log()
     times_ms = [await _reconnect(storage, logged_steps) for _ in range(rounds)]
     await storage.close()
     start_s = time.perf_counter()
@@ -81,9 +81,9 @@ async def _measure(path: Path, logged_steps: int, rounds: int) -> Measurement:
 
 async def _reconnect(storage: RunStorage, logged_steps: int) -> float:
     start_s = time.perf_counter()
-    missed_steps = await storage.logged(logged_steps - MISSED_STEPS)
+    missed_steps = await storage.read_logged_steps(logged_steps - MISSED_STEPS)
     for logged_chunk in missed_steps:
-        assert [chunk async for chunk in storage.chunks(logged_chunk)]
+        assert [chunk async for chunk in storage.stream_chunks(logged_chunk)]
     assert len(missed_steps) == MISSED_STEPS
     return (time.perf_counter() - start_s) * 1e3
 

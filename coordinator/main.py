@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 from rich.console import Console
 from rich.text import Text
 
-from coordinator.disk.directory_lock import forget
+from coordinator.disk.directory_lock import remove_unused_directory
 from coordinator.disk.durable_file import TEMPORARY_SUFFIX, storage_errors, write_output
 from coordinator.files.blob_index import BlobIndex, index_blobs
 from coordinator.local_workers import LocalWorkers
@@ -198,7 +198,7 @@ async def _begin(
             await service.stop()
             await control.stop()
             if is_new:
-                forget(service.settings.directory)
+                remove_unused_directory(service.settings.directory)
     return has_queued_run
 
 

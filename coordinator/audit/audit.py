@@ -18,7 +18,7 @@ from coordinator.audit.recomputed import RecomputeCheck, RecomputeRequest
 from coordinator.audit.state_proof import Progress, StateProof
 from coordinator.capture.captured_files import first_lost_step
 from coordinator.disk.canonical_json import json_digest
-from coordinator.disk.directory_lock import stored_term, term_file
+from coordinator.disk.directory_lock import stored_term, term_file_name
 from coordinator.run.outputs.side_outputs import replica_state_sizes
 from coordinator.storage.directory.journal import VerifiedJournal, verify_journal
 from coordinator.storage.directory.run_directory import RESULT_REMEDY, RunDirectory, StoredRun
@@ -214,7 +214,7 @@ def _check_files(evidence: _Evidence) -> None:
         evidence.note("files", ok=True, text=f"{file_names} are as recorded in the journal{older}")
     try:
         term, newest_term = stored_term(directory.path), known_term(directory)
-        text = f"{term_file(directory.path)} has term {term}, journal and log {newest_term}"
+        text = f"{term_file_name(directory.path)} has term {term}, journal and log {newest_term}"
         if term < newest_term:
             text += "; the next start writes it again"
         evidence.note("files", ok=term >= newest_term, text=text)

@@ -124,7 +124,7 @@ def _find_fault(history: History, commit: Committed, microbatches: int) -> str |
     plans = history.plans.get(Attempt(commit.term, commit.step, commit.attempt), [])
     if any(plan.microbatches != microbatches for plan in plans):
         return f"planned for a different number of microbatches than {microbatches}"
-    planned_subtrees = {subtree for plan in plans for subtree in plan.planned()}
+    planned_subtrees = {subtree for plan in plans for subtree in plan.assigned_subtrees()}
     counted_subtrees = {
         subtree for combination in commit.counted or () for subtree in _subtrees(combination)
     }

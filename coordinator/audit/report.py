@@ -25,7 +25,7 @@ from coordinator.storage.directory.journal_records import (
     Ended,
     Fault,
     Resumed,
-    kind_of,
+    record_name,
 )
 from coordinator.storage.directory.run_directory import RunDirectory
 from protocol.base.errors import UsageError
@@ -392,12 +392,12 @@ def _audit(audited: AuditResult | None) -> str:
 def _articles(entries: Sequence[Entry]) -> str:
     counts: dict[str, int] = {}
     for entry in entries:
-        kind = kind_of(type(entry.record))
+        kind = record_name(type(entry.record))
         counts[kind] = counts.get(kind, 0) + 1
     rows = [
         (
-            kind_of(record),
-            counts.get(kind_of(record), 0),
+            record_name(record),
+            counts.get(record_name(record), 0),
             ", ".join(str(article) for article in record.articles),
             record.purpose,
         )

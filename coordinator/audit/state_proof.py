@@ -186,7 +186,7 @@ class StateProof:
     def _compare_lengths(self, index: LogIndex, newest_checkpoint: int) -> None:
         """Check that log and checkpoints have all steps of the journal, which is written last."""
         journal_steps = len(self.history.commits)
-        logged_steps = 0 if index.last is None else index.last + 1
+        logged_steps = 0 if index.last_step is None else index.last_step + 1
         stored_steps = max(newest_checkpoint, logged_steps)
         if journal_steps > stored_steps + 1:  # the newest step's records may be a torn tail
             self.faults.append(
@@ -201,16 +201,18 @@ class StateProof:
     def _find_gap(self, index: LogIndex, newest_checkpoint: int) -> None:
         """Check that the newest checkpoint leads to the log's last step."""
         last_step = newest_checkpoint + sum(1 for _ in index.steps_from(newest_checkpoint))
-        if index.last is not None and index.last >= last_step:
+        if index.last_step is not None and index.last_step >= last_step:
             self.faults.append(
-                f"the log has steps up to {index.last}, but no checkpoint before them: the newest, "
-                f"of step {newest_checkpoint}, leads only to step {last_step}; restore a later one "
-                "from a copy"
+                f"the log has steps up to {index.last_step}, but no checkpoint before them: the "
+                f"newest, of step {newest_checkpoint}, leads only to step {last_step}; restore a later "
+                "one from a copy"
             )
 
     def _check_remaining(self, index: LogIndex) -> None:
         """Check the hashes of logged gradients that were not replayed."""
-        for step in (s for steps in index.ranges() for s in steps if s not in self.replayed_steps):
+        for step in (
+            s for steps in index.step_ranges() for s in steps if s not in self.replayed_steps
+        ):
             read_averages(next(index.steps_from(step)), self._manifest.blocks)
 
     def _compare_end(self) -> None:

@@ -1,8 +1,8 @@
 """A file that grows at its end, and recovers from failed writes.
 
-After any error nothing since the last `confirm` is trusted: after a failed sync the system may have
-dropped data, and may report that the next sync succeeded. So the next use reopens the file, cuts it
-to the confirmed length, and has its owner write the rest again.
+After any error, nothing written since the last `confirm` is trusted: after a failed sync the system
+may have dropped data, and may report that the next sync succeeded. So the next use reopens the file
+if it was replaced, cuts it to the confirmed length, and calls `rewrite`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ class AppendFile:
     Attributes:
         path: The file's name.
         end: The offset of the next write.
-        broken: Whether the file must be repaired before its next use.
+        is_broken: Whether the file must be repaired before its next use.
 
     Args:
         path: The file's name.
         fd: The file, open for writing; closed by `close`.
         end: Length of the durable part; writes begin there.
-        rewrite: Called when the file was cut to the confirmed length; writes the rest again.
+        rewrite: Called when the file was cut to the confirmed length; writes the lost data again.
     """
 
     def __init__(self, path: Path, fd: int, end: int, rewrite: Callable[[], None]) -> None:
         self.path = path
         self.end = end
-        self.broken = False
+        self.is_broken = False
         self._fd = fd
         self._synced = end
         self._written_back = end
@@ -46,23 +46,26 @@ class AppendFile:
 
     @contextmanager
     def use(self, doing: str) -> Iterator[None]:
-        """Wrap every use: repair the file first if needed; notice if this use fails.
+        """Wrap every use: repair the file first if needed; mark it as broken if this use fails.
+
+        Args:
+            doing: The use in error messages, as a verb: "append to", "sync".
 
         Raises:
             StorageFailed: A read or write failed; the use can be repeated.
         """
         try:
             with storage_errors(doing, self.path):
-                if self.broken:
+                if self.is_broken:
                     self._repair()
                 yield
         except BaseException:
-            self.broken = True
+            self.is_broken = True
             raise
 
     def write(self, buffers: Sequence[memoryview]) -> None:
-        """Write at the end, inside `use`. Large amounts are sent to the disk at once, so that
-        `sync` takes less time."""
+        """Write at the end, inside `use`. Once enough data is unsynced, the system begins to write
+        it to the disk, so that `sync` takes less time."""
         write_all(self._fd, buffers)
         self.end += sum(buffer.nbytes for buffer in buffers)
         if self.end - self._written_back >= limits.WRITEBACK_BYTES:
@@ -92,7 +95,7 @@ class AppendFile:
             os.posix_fadvise(self._fd, start, end - start, os.POSIX_FADV_DONTNEED)
 
     def confirm(self) -> None:
-        """Make everything written and synced final."""
+        """Confirm all written data, which must be synced: later repairs keep it."""
         self._synced = self.end
 
     def close(self) -> None:
@@ -112,4 +115,4 @@ class AppendFile:
         self.end = self._written_back = self._synced
         self._cached_from = self._freed = min(self._cached_from, self.end)
         self._rewrite()
-        self.broken = False
+        self.is_broken = False

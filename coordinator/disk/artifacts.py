@@ -34,17 +34,17 @@ def write_model(directory: Path, manifest: Manifest, replica: Replica) -> dict[s
         StorageFailed: A write failed.
     """
     with ExitStack() as stack:
-        files = begin_model(stack, directory, manifest, replica.trained_tensors())
+        files = prepare_model_files(stack, directory, manifest, replica.trained_tensors())
         return {name: file.confirm() for name, file in files.items()}
 
 
-def begin_model(
+def prepare_model_files(
     stack: ExitStack, directory: Path, manifest: Manifest, tensors_by_name: Mapping[str, Array]
 ) -> dict[str, NewFile]:
     """Write the files of `write_model`, not yet durable; the replica may change afterwards.
 
     Args:
-        stack: Closes the files.
+        stack: Takes the open files, and closes them.
         directory: As for `write_model`.
         manifest: As for `write_model`.
         tensors_by_name: The tensors by name.

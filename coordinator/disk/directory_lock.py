@@ -52,12 +52,12 @@ class DirectoryLock:
         self._term_file = directory / TERM_FILE
 
     @classmethod
-    def acquire(cls, directory: Path, above: int = 0) -> DirectoryLock:
+    def acquire(cls, directory: Path, above_term: int = 0) -> DirectoryLock:
         """Lock the directory, created if missing, and raise its term.
 
         Args:
             directory: The directory to lock.
-            above: A term known from elsewhere; the new term is greater.
+            above_term: A term known from elsewhere; the new term is greater.
 
         Raises:
             UsageError: Another coordinator holds the directory, or the directory cannot be written.
@@ -73,7 +73,7 @@ class DirectoryLock:
         except OSError as error:
             raise _unusable_error(directory, error) from None
         try:
-            term = max(stored_term(directory), above) + 1
+            term = max(stored_term(directory), above_term) + 1
             try:
                 replace_file(directory / TERM_FILE, json.dumps({"term": term}).encode())
                 # A running coordinator of an older release then notices that it was replaced.
@@ -114,7 +114,7 @@ class DirectoryLock:
     def _holds_lock(self) -> bool:
         return self._lock is not None and is_same_file(self._lock, self._lock_file)
 
-    def raise_to(self, term: int) -> None:
+    def raise_term_to(self, term: int) -> None:
         """Raise the term to at least `term`, which was found below this directory.
 
         Raises:
@@ -156,7 +156,7 @@ class DirectoryLock:
             raise
 
 
-def forget(directory: Path) -> None:
+def remove_unused_directory(directory: Path) -> None:
     """Remove a directory that contains only lock and term."""
     with contextlib.suppress(OSError):
         if {path.name for path in directory.iterdir()} <= {LOCK_FILE, TERM_FILE, OLDER_TERM_FILE}:
@@ -177,7 +177,7 @@ def is_locked(directory: Path) -> bool:
     return False
 
 
-def term_file(directory: Path) -> str:
+def term_file_name(directory: Path) -> str:
     """Return the name of the file with the term; older releases used another name."""
     is_older = (directory / OLDER_TERM_FILE).exists() and not (directory / TERM_FILE).exists()
     return OLDER_TERM_FILE if is_older else TERM_FILE

@@ -48,6 +48,10 @@ def storage_errors(doing: str, path: Path) -> Iterator[None]:
     """Turn every OSError inside into a StorageFailed that names file and remedy.
 
     A name that is too long for any disk raises a UsageError.
+
+    Args:
+        doing: The operation in the message, as a verb: "read", "append to".
+        path: The file in the message.
     """
     try:
         yield
@@ -62,7 +66,7 @@ def storage_errors(doing: str, path: Path) -> Iterator[None]:
         raise StorageFailed(doing, str(path), text) from error
 
 
-def read_if_there(path: Path) -> bytes | None:
+def read_if_exists(path: Path) -> bytes | None:
     """Return the content of a file; None if it is missing.
 
     Raises:
@@ -242,9 +246,11 @@ class NewFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: object, traceback: object
+    ) -> None:
         os.close(self._fd)
-        if kind is not None and issubclass(kind, StorageFailed):
+        if error_type is not None and issubclass(error_type, StorageFailed):
             with contextlib.suppress(OSError):
                 self._temporary.unlink(missing_ok=True)
 
@@ -292,7 +298,7 @@ def remove_temporaries(directory: Path) -> None:
 
 
 def is_same_file(fd: int, path: Path) -> bool:
-    """Return whether the open file still has this name: not if it was removed, moved or
+    """Return whether the open file still has this name; False if it was removed, moved or
     replaced."""
     try:
         by_name = path.stat()

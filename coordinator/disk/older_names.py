@@ -1,4 +1,5 @@
-"""Names that older releases wrote into a run's directory, which this one reads and does not write.
+"""Names that older releases wrote into a run's directory: this release reads them, and does not
+write them.
 
 Older releases called a coordinator's term its epoch: in `epoch.json`, in the names of log segments
 (`epoch-000001-step-0000000000.log`), and as a key of journal lines, commits and checkpoints.

@@ -120,9 +120,9 @@ class RunHistory:
 
     def read(self) -> None:
         """Read the journal's new lines; blocks while it reads."""
-        if self._journal.was_cut():
+        if self._journal.restart_if_cut():
             self._reset()
-        for time, record in self._journal.new_records():
+        for time, record in self._journal.read_new_records():
             with suppress(ValueError, KeyError, TypeError):  # the audit reports it
                 self._take(time, record)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from coordinator.run.planner import balance
+from coordinator.run.planner import busy_share
 from coordinator.run.progress import Progress
 from coordinator.run.run import Run, RunPhase
 from coordinator.run.workers.membership import COMPUTING, MemberState
@@ -94,7 +94,7 @@ def _run_part(execution: Execution) -> dict[str, Any]:
         "attempt": run.progress.attempt if run.progress is not None else 0,
         "loss": loss if loss is not None and math.isfinite(loss) else None,
         "weights_digest": execution.weights_digest,
-        "exact": not run.progress.mixed if run.progress is not None else None,
+        "exact": not run.progress.is_mixed if run.progress is not None else None,
         "exactness": run.spec.exactness,
         "unit": unit_text(run.spec.batch, run.manifest),
         "view": run.members.view,
@@ -134,7 +134,7 @@ def _balance(run: Run) -> float | None:
     speeds = run.members.speeds()
     if not division or set(speeds) != set(division):
         return None
-    return round(balance(division, speeds), 3)
+    return round(busy_share(division, speeds), 3)
 
 
 def _worker_part(service: Service, name: str, now_s: float) -> dict[str, Any]:

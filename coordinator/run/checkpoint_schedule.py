@@ -7,14 +7,14 @@ from protocol.spec.sections.checkpoint import CheckpointSpec
 
 
 class CheckpointSchedule:
-    """The checkpoints of one run on which its decisions depend.
+    """The checkpoints of one run, as far as the run's decisions depend on them.
 
     Attributes:
         saved_step: Step of the newest durable checkpoint; None before the first.
     """
 
-    def __init__(self, spec: CheckpointSpec, saved: int | None = None) -> None:
-        self.saved_step = saved
+    def __init__(self, spec: CheckpointSpec, saved_step: int | None = None) -> None:
+        self.saved_step = saved_step
         self._spec = spec
         self._requested: int | None = None
         self._must_retry = False
@@ -38,10 +38,10 @@ class CheckpointSchedule:
             self._requested = None
 
     def note_failure(self) -> None:
-        """Note a failed write; `retry` requests it again."""
+        """Note a failed write: `retry` then requests the unfinished checkpoint again."""
         self._must_retry, self._requested = self._must_retry or self._requested is not None, None
 
     def retry(self, step: int) -> list[Action]:
-        """After a halt, request a checkpoint of the current state if an earlier write failed."""
+        """After a halt, request a checkpoint of the current state if one could not be written."""
         must_retry, self._must_retry = self._must_retry, False
         return self.save(step) if must_retry else []

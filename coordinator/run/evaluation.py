@@ -1,4 +1,4 @@
-"""Evaluation in a run: when it is due, which workers do it, and what follows from the metrics.
+"""Evaluation in a run: the due evaluations, the workers that evaluate, and early stopping.
 
 Pure. Either training waits and the workers that train evaluate (`Evaluations.current`), or workers
 that only evaluate do so in parallel with training (`Evaluators`).
@@ -44,7 +44,7 @@ class Evaluations:
         self.evaluators = Evaluators(members)
         self.metrics: dict[str, float] = {}
         self.stop_reason = ""
-        self._stopping = Stopping(spec.stop, earlier)
+        self._stopping = EarlyStopping(spec.stop, earlier)
         self._spec = spec
         self._members = members
         self._manifest = manifest
@@ -73,8 +73,8 @@ class Evaluations:
         `stop`, the metrics decide whether there is a next step, and with the schedule plateau,
         its rate.
         """
-        metrics_steer = self._spec.stop is not None or self._spec.optimizer.plateau is not None
-        must_wait = self._progress.all_committed or metrics_steer
+        needs_metrics = self._spec.stop is not None or self._spec.optimizer.plateau is not None
+        must_wait = self._progress.all_committed or needs_metrics
         return must_wait or not self.evaluators.can_evaluate
 
     @property
@@ -207,7 +207,7 @@ class Evaluations:
         """Remove a worker that has left; `is_proven`: its state was known to be the run's."""
         if self.current is not None:
             self.current.lose(worker, is_proven=is_proven)
-        missing = f"worker {worker!r} left before it was measured"
+        missing = f"worker {worker!r} left before its results were complete"
         actions = self.evaluators.lose(worker, self._progress.step, missing)
         return actions + self.begin_pending()
 
@@ -243,7 +243,7 @@ class Evaluation:
                 ranges[worker] = (parts[0], parts[-1] + 1)
                 self._assigned.setdefault(worker, set()).update(parts)
                 self._workers.add(worker)
-                self._leases.sign(worker)
+                self._leases.renew(worker)
         return ranges
 
     def plan(self, term: int, workers: Sequence[str]) -> list[Action]:
@@ -261,7 +261,7 @@ class Evaluation:
         """
         fits = message.step == self.step and message.part < self._parts
         if fits and worker in self._workers:
-            gap_ms = self._leases.sign(worker)
+            gap_ms = self._leases.renew(worker)
             self._longest_gap_ms = max(self._longest_gap_ms or 0.0, gap_ms)
             self._sums.setdefault(message.part, message.sums)
             self._sender.setdefault(message.part, worker)
@@ -290,7 +290,7 @@ class Evaluation:
             still count.
         """
         waiting_names = self.awaited_workers()
-        late_names = [w for w in waiting_names if self._leases.is_over(w, self._longest_gap_ms)]
+        late_names = [w for w in waiting_names if self._leases.has_expired(w, self._longest_gap_ms)]
         if not self._workers.difference(waiting_names):
             return []
         for worker in late_names:
@@ -306,25 +306,25 @@ class Evaluation:
         """Whether every part has a result."""
         return len(self._sums) == self._parts
 
-    def metrics(self, metrics: Sequence[Metric]) -> dict[str, float]:
-        """Return the metrics of the complete evaluation."""
+    def metrics(self, definitions: Sequence[Metric]) -> dict[str, float]:
+        """Return the metrics of the complete evaluation, by name."""
         totals: dict[str, float] = {}
         for part in range(self._parts):
             for name, value in self._sums[part].items():
                 totals[name] = totals.get(name, 0.0) + value
-        return {metric.name: metric.value(totals) for metric in metrics}
+        return {metric.name: metric.value(totals) for metric in definitions}
 
 
 class Evaluators:
-    """Workers whose duty is to evaluate: they measure committed states while the others train.
+    """Workers that only evaluate: they measure committed states while the others train.
 
     An evaluator receives every broadcast, so it has every committed state. When an evaluation is
     due, the evaluator gets parts of it, and no broadcasts until it has sent the sums of its parts;
-    then it gets the missed steps from the log. Nothing waits for an evaluator: no step, no commit,
-    and not the end of the run. An evaluation that becomes due meanwhile is pending until the
-    evaluator has caught up, and then measures the newest state. The training workers evaluate
-    before any evaluator has had the run's state, and after the last evaluator has left. A due
-    evaluation that does not happen is reported once.
+    then it gets the missed steps from the log. No step, no commit and no end of a run waits for an
+    evaluator. An evaluation that becomes due meanwhile is pending until the evaluator has caught
+    up, and then measures the newest state. The training workers evaluate before any evaluator has
+    had the run's state, and after the last evaluator has left. A due evaluation that does not
+    happen is reported once.
 
     Attributes:
         evaluation: The evaluation in progress, if any.
@@ -338,7 +338,8 @@ class Evaluators:
         self.is_pending = False
         self._members = members
         self._pending_step: tuple[int, str] | None = None
-        """The step whose evaluation is pending, and why; None once a newer step is committed."""
+        """The step whose evaluation is pending, and the reason; None once a newer step is
+        committed."""
         self._states: dict[str, str | None] = {}
         """The digest of the state of each worker with parts; None while unknown."""
 
@@ -479,7 +480,7 @@ def _catch_up(member: Member, step: int) -> Replay:
     return Replay(member.name, step, None)
 
 
-class Stopping:
+class EarlyStopping:
     """Decides whether a run stops early because a metric no longer improves.
 
     The decision depends on the metrics of all evaluations so far, so a restart does not change it.
@@ -516,7 +517,7 @@ class Stopping:
         return f"{summary}, with no improvement in {since} evaluations since"
 
     def is_best(self, step: int) -> bool:
-        """Whether the state after `step` steps is the best so far."""
+        """Return whether the state after `step` steps is the best so far."""
         return self._spec is not None and bool(self._values) and self._best_step()[0] == step
 
     def _add(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -16,17 +16,17 @@ from protocol.wire.messages import Continue, Halt
 
 
 class Failures:
-    """Workers that failed in one attempt at a step, and the microbatches that they had.
+    """Workers that failed in the step in progress, and their unfinished microbatches.
 
-    When a second worker fails with the same microbatches, these are the likely cause: every worker
-    that gets them would fail. A single failure is ascribed to the machine.
+    If a second worker fails with the same microbatches, these are the likely cause: every other
+    worker would fail with them too. A single failure is ascribed to the machine.
     """
 
     def __init__(self) -> None:
         self._microbatches: list[tuple[str, frozenset[int]]] = []
 
     def note(self, worker: str, subtrees: Iterable[Subtree]) -> str:
-        """Note a worker whose device failed while it had these subtrees.
+        """Note a worker whose device failed before these subtrees were finished.
 
         Returns:
             If this is the second failure with the same microbatches: text that names both workers
@@ -52,24 +52,24 @@ class Halts:
 
     Attributes:
         mismatched: Workers whose state differs from the run's; reseeded when the run continues.
-        skip_requested: Whether the operator wants the halted step skipped.
-        commit_pending: Whether a commit became durable during the halt; the run then plans the next
-            step when it continues.
+        should_skip_step: Whether the operator wants the halted step skipped.
+        has_new_commit: Whether a commit became durable during the halt: the run plans the next step
+            only when it continues.
         failures: Workers that failed in this step.
     """
 
     def __init__(self, members: Membership) -> None:
         self.mismatched: set[str] = set()
-        self.skip_requested = False
-        self.commit_pending = False
+        self.should_skip_step = False
+        self.has_new_commit = False
         self.failures = Failures()
         self._members = members
 
     def announce(
         self, progress: Progress, reason: str, fault: NonFinite | None = None
     ) -> list[Action]:
-        """Tell all workers to stop, and report the halt, with the location of a non-finite
-        value."""
+        """Tell all workers to stop, and report the halt; for a non-finite value with its
+        location."""
         step_id = progress.next_step_id()
         block = None if fault is None else fault.block
         name = None if block is None else progress.blocks[block].name
@@ -85,16 +85,16 @@ class Halts:
     def end(self, progress: Progress, *, skip_step: bool) -> list[Action]:
         """Tell all workers that the run continues.
 
-        A new attempt begins, unless the halted step is being committed.
+        A new attempt begins, unless the halted step is being committed or already is.
         """
-        if not (progress.is_persisting or self.commit_pending):
+        if not (progress.is_persisting or self.has_new_commit):
             progress.attempt += 1
         step_id = progress.next_step_id()
         continued = RunContinued(**step_id, skip_step=skip_step)
         return [Broadcast(Continue(**step_id)), Report(continued), *progress.release()]
 
     def reseed(self, progress: Progress) -> list[Action]:
-        """Send the replica's state to workers whose state differs."""
+        """Send the replica's state to the workers whose state differs from it."""
         actions: list[Action] = []
         for name in sorted(self.mismatched.difference(self._members.names(MemberState.DRAINING))):
             progress.agreement.lose(name)

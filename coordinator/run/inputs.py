@@ -1,4 +1,4 @@
-"""The inputs of a run: one frozen record for each kind. Pure.
+"""The inputs of a run: one frozen dataclass for each type of input. Pure.
 
 `Run.step` takes an input and returns actions. Time and the results of actions are inputs
 too, so a run reads no clock and waits for no disk.
@@ -75,7 +75,7 @@ class WorkerGone:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passes."""
+    """The time of the shell's monotonic clock, in milliseconds."""
 
     now_ms: float
 
@@ -166,12 +166,12 @@ class WriteFailed:
 
     Attributes:
         reason: The error.
-        lost_commit: Whether the write was a step's commit, which is then retried. If not, a commit
-            that is being written may still become durable.
+        is_commit_lost: Whether the write was a step's commit: the step is still in progress. If
+            not, a commit that is being written may still become durable.
     """
 
     reason: str
-    lost_commit: bool = False
+    is_commit_lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ class HaltRun:
 
 @dataclass(frozen=True, slots=True)
 class ContinueRun:
-    """End a halt with another attempt at the halted step, or with the step after it."""
+    """End a halt with another attempt at the halted step, or skip that step."""
 
     skip_step: bool = False
 

@@ -12,7 +12,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.run.exchange.double_check import Differing, choose_double
+from coordinator.run.exchange.double_check import ResultMismatch, choose_double_check
 from coordinator.run.exchange.embeddings import JoinedEmbeddings
 from coordinator.run.exchange.mesh import Mesh
 from coordinator.run.exchange.peer_sums import WrongAverage
@@ -42,7 +42,7 @@ from coordinator.run.outputs.events import (
 )
 from coordinator.run.outputs.restart import CommitRecord, EmbeddingsRecord, Resumption
 from coordinator.run.outputs.side_outputs import SideOutputs, replica_state_bytes
-from coordinator.run.planner import Shares, divide, spread, subtrees_for
+from coordinator.run.planner import Shares, divide, spread_subtrees, subtrees_for
 from coordinator.run.workers.membership import COMPUTING, Member, Membership, MemberState
 from coordinator.run.workers.state_agreement import MOST_STEPS_AHEAD, Agreement
 from coordinator.run.workers.stragglers import OwnerLease, Stragglers
@@ -85,9 +85,11 @@ from protocol.wire.messages import (
 from protocol.wire.peers import Traffic, parse
 
 _NO_AVERAGES: Final = "0" * 64
+"""The digest of averages in the commit of a skipped step."""
 _DEMOTED_STEPS: Final = 16
 """Number of steps for which an owner that was too slow owns no chunks."""
 PeerMessage = AveragedGradient | ChunkReduced | SumsArrived
+"""Messages that members send about the chunks that workers average."""
 _MAX_SUBTREES: Final = 64
 """Most subtrees in one message."""
 
@@ -108,7 +110,7 @@ class _PendingCommit(NamedTuple):
 
 M = TypeVar("M", bound=Message)
 M_co = TypeVar("M_co", bound=Message, covariant=True)
-Fault = NonFinite | Differing | WrongAverage
+Fault = NonFinite | ResultMismatch | WrongAverage
 """Why a step cannot be committed."""
 
 
@@ -166,7 +168,7 @@ class Progress:
         loss_scale: Factor of the losses of this attempt; 1 unless in float16.
         agreement: Whether all replicas have the same state after the newest commit.
         numerics_profiles: Profiles of all workers that have computed.
-        mixed: Whether the workers had different profiles.
+        is_mixed: Whether the workers had different profiles or initial states.
         mesh: The members that reach each other, and which chunks each of them owns.
         plateau: The factor by which evaluations have lowered the learning rate.
 
@@ -177,7 +179,7 @@ class Progress:
         members: The members of the run.
         resumption: The point from which a restart continues; None for a new run.
         mesh: The members that reach each other; None: all send to the coordinator.
-        allocate: Returns an array for averages with the given number of elements.
+        allocate: Returns a flat float32 array for averages, with the given number of elements.
     """
 
     def __init__(
@@ -198,7 +200,7 @@ class Progress:
         self.division: Shares | None = None
         self.round: Round | None = None
         self.agreement = Agreement()
-        self.mixed = False
+        self.is_mixed = False
         self.numerics_profiles: set[str] = set()
         self.loss_scale = self._initial_scale = initial_loss_scale(spec)
         self._stragglers = Stragglers(members)
@@ -237,7 +239,7 @@ class Progress:
         self._redone_digests = resumption.redone
         if resumption.admission is not None:
             self.numerics_profiles = set(resumption.admission.signatures)
-            self.mixed = resumption.admission.mixed
+            self.is_mixed = resumption.admission.mixed
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -369,7 +371,7 @@ class Progress:
         # calls then gives different gradients.
         always = self.step == 1 and spec.is_user_task
         every = spec.double_check_every
-        double = choose_double(spec.seed, self.step, every, subtrees, profiles, always=always)
+        double = choose_double_check(spec.seed, self.step, every, subtrees, profiles, always=always)
         if double is None:
             return []
         round_.double_assignment = double
@@ -383,8 +385,8 @@ class Progress:
         overdue = [member.name for member in active if member.is_overdue]
         if len(overdue) >= min(len(active), microbatches):
             overdue = []
-        rest = {name: ms for name, ms in speeds.items() if name not in overdue}
-        division = divide(microbatches - len(overdue), rest, self.division)
+        measured_speeds = {name: ms for name, ms in speeds.items() if name not in overdue}
+        division = divide(microbatches - len(overdue), measured_speeds, self.division)
         division |= dict.fromkeys(overdue, 1)
         for member in active:
             member.note_share(division[member.name])
@@ -415,7 +417,7 @@ class Progress:
             return [Report(StepRestarted(**self.step_id())), *self.begin()]
         owner_actions = self._reassign_chunks(round_)
         speeds = self._members.speeds()
-        orphans = round_.unassigned()
+        orphans = round_.unassigned_subtrees()
         if not speeds or not orphans:
             return owner_actions
         if not round_.has_begun:  # no worker was active when the step began
@@ -455,7 +457,8 @@ class Progress:
         )  # fmt: skip
 
     def _demote_late_owner(self, round_: Round) -> list[Action]:
-        """Let an owner own nothing for a while if the step waits only for it and it is silent."""
+        """Take all chunks from an owner for a while, if the step waits only for it and it is
+        silent."""
         late_owner = self._owner_lease.find_late_owner(round_)
         if late_owner is None:
             return []
@@ -471,12 +474,12 @@ class Progress:
         speeds: dict[str, float | None],
         cause: Cause,
     ) -> list[Action]:
-        return self._assign(round_, spread(subtrees, round_.microbatches, speeds), cause)
+        return self._assign(round_, spread_subtrees(subtrees, round_.microbatches, speeds), cause)
 
     def _assign(
         self, round_: Round, subtrees: Mapping[str, tuple[Subtree, ...]], cause: Cause
     ) -> list[Action]:
-        """Send subtrees to workers: in a first plan of this step, or in addition to it."""
+        """Send subtrees to workers: in their first plan of this attempt, or in addition to it."""
         self._note_numerics_profiles()
         if self._spec.replicas is not None:
             # Each replica's difference is encoded separately; a sum of two would need another
@@ -557,7 +560,7 @@ class Progress:
     def _note_numerics_profiles(self) -> None:
         """Note the profiles of all workers; the sums of workers that leave stay."""
         self.numerics_profiles |= self._members.numerics_profiles
-        self.mixed = self.mixed or len(self.numerics_profiles) > 1
+        self.is_mixed = self.is_mixed or len(self.numerics_profiles) > 1
 
     def tick(self, now_ms: float) -> list[Action]:
         """Advance the time; stop waiting for workers that are late."""
@@ -617,7 +620,7 @@ class Progress:
             *self._stragglers.report_late_workers(late_members, self.step, "gradients"),
         ]
         speeds = {name: speed for name, speed in others.items() if not round_.pending(name)}
-        subtrees = round_.unassigned(ignoring=names) if speeds else ()
+        subtrees = round_.unassigned_subtrees(ignoring=names) if speeds else ()
         if not subtrees:
             return [*reports]
         event = SubtreesSpeculated(self.step, [str(subtree) for subtree in subtrees], names)
@@ -656,7 +659,7 @@ class Progress:
 
     def take_loss(
         self, round_: Round, member: Member, message: SubtreeLoss
-    ) -> NonFinite | Differing | None:
+    ) -> NonFinite | ResultMismatch | None:
         """Take a subtree's loss, and the time that the subtree took."""
         outcome = round_.take_loss(member.name, message)
         if round_.embedding_layout is None:  # embeddings alone take less than a microbatch
@@ -665,7 +668,7 @@ class Progress:
             member.microbatches += message.subtree.leaves
         return None if isinstance(outcome, bool) else outcome
 
-    def averages_request(self, worker: str, message: AveragesRequest) -> list[Action]:
+    def answer_averages_request(self, worker: str, message: AveragesRequest) -> list[Action]:
         """Send a worker committed averages that it did not receive from lost owners."""
         is_committed = message.term == self.term and message.step < self.step
         if not is_committed or self._resent_steps.get(worker, -1) >= message.step:
@@ -711,16 +714,16 @@ class Progress:
         digest_before = self.agreement.digest(self.step)
         combinations = None if skip else round_.counted
         rows = None if skip else round_.embeddings
+        embedded = None if rows is None else EmbeddingsRecord.from_origin(rows.digest, rows.origin)
         record = CommitRecord(
             commit=commit, optimizer_step=updates, state_before=digest_before, norm=norm,
-            counted=combinations,
-            embedded=None if rows is None else EmbeddingsRecord.made_by(rows.digest, rows.origin),
+            counted=combinations, embedded=embedded,
         )  # fmt: skip
         self._pending_commit = _PendingCommit(record, round_)
         side_outputs = () if skip or round_.side_outputs is None else round_.side_outputs.content
-        return [*self._compare(digest), Persist(record, side_outputs)]
+        return [*self._report_changed_averages(digest), Persist(record, side_outputs)]
 
-    def _compare(self, digest: str) -> list[Action]:
+    def _report_changed_averages(self, digest: str) -> list[Action]:
         """Report a redone step whose averages differ from those before the restart."""
         earlier_digest = self._redone_digests.get(self.step)
         if earlier_digest is None or earlier_digest == digest:
@@ -752,7 +755,7 @@ class Progress:
         record = record.model_copy(update={"own_digest": own_digest})
         self._pending_commit = self.round = None
         commit = record.commit
-        digests = self._average_digests(round_, commit)
+        digests = self._send_average_digests(round_, commit)
         if commit.scalars is not None and self.attempt < self._attempts_per_try:
             is_sharded = round_.peers.table_number > 0
             self.mesh.note_duration(self._now_ms - self._began_ms, sharded=is_sharded)
@@ -770,7 +773,7 @@ class Progress:
         actions: list[Action] = [*digests, Broadcast(commit), apply, Report(Committed.of(record))]
         return [*actions, *self.release()]
 
-    def _average_digests(self, round_: Round, commit: Commit) -> list[Send]:
+    def _send_average_digests(self, round_: Round, commit: Commit) -> list[Send]:
         """Send the digests of all averages to workers that receive averages from other workers."""
         if not round_.peers.table_number or commit.scalars is None:
             return []
@@ -797,9 +800,9 @@ class Progress:
         """Return term, step and attempt, as messages carry them."""
         return {"term": self.term, "step": self.step, "attempt": self.attempt}
 
-    # Messages of workers about the step in progress, while the run is TRAINING. `Run` halts on a
-    # fault; otherwise it checks whether the step is complete. A message of an earlier attempt
-    # changes nothing.
+    # Messages of workers about the step in progress, while the run is TRAINING; those about links
+    # between members, in any phase. `Run` halts on a fault; otherwise it checks whether the step is
+    # complete. A message of an earlier attempt changes nothing.
 
     def _round_of(
         self, incoming: FromMember[GradientPayload | CapturedRows | SubtreeLoss]
@@ -817,7 +820,7 @@ class Progress:
         if round_ is None:
             return _NO_PROGRESS
         outcome = round_.take_payload(incoming.member.name, incoming.message, incoming.values)
-        if isinstance(outcome, NonFinite | Differing):
+        if isinstance(outcome, NonFinite | ResultMismatch):
             return MessageEffect(fault=outcome)
         if isinstance(outcome, Send):
             return MessageEffect([outcome], may_complete=False)
@@ -859,7 +862,7 @@ class Progress:
                 return MessageEffect([AnswerInnerStateRequest(name, message)], may_complete=False)
 
     def on_subtree_loss(self, incoming: FromMember[SubtreeLoss]) -> MessageEffect:
-        """Take the loss of a subtree, the last of its results to arrive."""
+        """Take the loss of a subtree; cancel subtrees that are complete now at other workers."""
         round_ = self._round_of(incoming)
         if round_ is None:
             return _NO_PROGRESS
@@ -928,5 +931,5 @@ class Progress:
     def on_averages_request(self, incoming: FromMember[AveragesRequest]) -> MessageEffect:
         """Send committed averages to a worker that lacks them because their owners have left."""
         return MessageEffect(
-            self.averages_request(incoming.member.name, incoming.message), may_complete=False
+            self.answer_averages_request(incoming.member.name, incoming.message), may_complete=False
         )

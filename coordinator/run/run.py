@@ -15,8 +15,8 @@ work that remains after a halt. Only this file changes the phase. Between two in
   written.
 - HALTED: `reason` says why. No step is planned, and no commit begins; one that was being written
   still becomes durable. An interrupted round or evaluation stays, and starts over afterwards.
-- OVER: `outcome` is set, and no message changes anything. Only a failed write of the result ends
-  this phase: the run then halts.
+- OVER: `outcome` is set. Of all messages only `Drain` is answered. Only a failed write of the
+  result ends this phase: the run then halts.
 
 The table at the end of `Run` has a row for each class of `Input` and for each message that a member
 may send, with a handler for each phase. The handler acts, ignores the input, or raises OutOfOrder
@@ -164,16 +164,16 @@ _NEXT_PHASES: Final[dict[RunPhase, set[RunPhase]]] = {
 _Row = Mapping[RunPhase, Callable[["Run", Any], list[Action]]]
 
 
-def _row(kind: type[I], *handlers: Callable[[Run, I], list[Action]]) -> tuple[type[I], _Row]:
+def _row(input_type: type[I], *handlers: Callable[[Run, I], list[Action]]) -> tuple[type[I], _Row]:
     """Make a row of the table: an input's handlers in the order of the phases."""
-    return kind, dict(zip(RunPhase, handlers, strict=True))
+    return input_type, dict(zip(RunPhase, handlers, strict=True))
 
 
 def _message(
-    kind: type[M], *handlers: Callable[[Run, FromMember[M]], list[Action]]
+    message_type: type[M], *handlers: Callable[[Run, FromMember[M]], list[Action]]
 ) -> tuple[type[M], _Row]:
     """Make a row of the table for a member's message."""
-    return kind, dict(zip(RunPhase, handlers, strict=True))
+    return message_type, dict(zip(RunPhase, handlers, strict=True))
 
 
 def _step(
@@ -209,11 +209,12 @@ class Run:
         run_id: The run's ID.
         spec: The run spec.
         term: Term of the coordinator.
-        expect_workers: How many workers must be ready before the start.
+        expect_workers: How many workers must be ready before the start; a multi-device worker
+            counts once for each device.
         resumption: The point from which a restart continues; None for a new run.
         secret: Secret from which the keys of members that exchange chunks are derived; empty:
             members exchange none.
-        allocate: Returns an array for averages with the given number of elements.
+        allocate: Returns a flat float32 array for averages, with the given number of elements.
     """
 
     def __init__(
@@ -271,7 +272,7 @@ class Run:
         )
         return self.run_parts
 
-    # State that others read.
+    # State that other chapters read.
 
     @property
     def _parts(self) -> RunParts:
@@ -310,7 +311,7 @@ class Run:
 
     @property
     def steps_committed(self) -> int:
-        """Steps committed."""
+        """The number of committed steps."""
         return self.run_parts.progress.step if self.run_parts is not None else 0
 
     @property
@@ -367,7 +368,8 @@ class Run:
     def _is_expected(self, member: Member, message: Message) -> bool:
         """Return whether the member may send the message now.
 
-        Ready or Unready may come once after StartRun; Unready also later, if the data has changed.
+        Ready or Unready may come once after StartRun; Unready also once the run has started, for a
+        cause that is not the worker's alone (changed data).
         """
         if not isinstance(message, Ready | Unready) or member.state is MemberState.PREPARING:
             return True
@@ -520,7 +522,8 @@ class Run:
         return actions + self._end_with(verdict)
 
     def _on_unready(self, incoming: FromMember[Unready]) -> list[Action]:
-        """Reject a worker; if it took part and its task changed, its results cannot be undone."""
+        """Reject a worker; if it has taken part, the run ends as failed: its results, of a task
+        that has changed, cannot be undone."""
         was_preparing = incoming.member.state is MemberState.PREPARING
         actions = self._reject_member(incoming)
         if was_preparing:
@@ -568,7 +571,7 @@ class Run:
         expected = self.expect_workers
         if sum(member.devices for member in ready_members) < expected or not admission.has_state:
             return []
-        progress.mixed = not all(admission.has_initial_state(member) for member in ready_members)
+        progress.is_mixed = not all(admission.has_initial_state(member) for member in ready_members)
         event = Report(TrainingStarted([member.name for member in ready_members]))
         admission_actions = admission.admit_ready()
         self._enter(RunPhase.TRAINING)
@@ -623,7 +626,7 @@ class Run:
 
     def _recall_all(self) -> list[Action]:
         """Send the state to workers that were set aside, if no other worker is left."""
-        if self._computing:
+        if self._computing_workers:
             return []
         actions: list[Action] = []
         for member in self.members:
@@ -639,11 +642,11 @@ class Run:
             self._eligibility.reject(member, reason)
             if exit_code == ExitCode.MISMATCH:  # after other errors it may return, repaired
                 self._eligibility.judge(member, reason, exit_code)
-        kind = WorkerLeft if member.is_released else WorkerLost
-        return Report(kind(member.name, reason, self.members.view))
+        event_type = WorkerLeft if member.is_released else WorkerLost
+        return Report(event_type(member.name, reason, self.members.view))
 
     def _release(self, incoming: FromMember[Drain]) -> list[Action]:
-        """Dismiss a worker that asks to leave; nothing waits for it."""
+        """Dismiss a worker that asks to leave and owes no work."""
         return [incoming.member.release()]
 
     def _on_drain_request_in_step(self, incoming: FromMember[Drain]) -> list[Action]:
@@ -684,12 +687,12 @@ class Run:
             return [*result.actions, *self._fail_step(result.fault)]
         return [*result.actions, *(self._advance() if result.may_complete else ())]
 
-    def _on_summarized(self, blocks: Summarized) -> list[Action]:
+    def _on_summarized(self, summarized: Summarized) -> list[Action]:
         round_ = self._parts.progress.round
-        attempt = {"step": blocks.step, "attempt": blocks.attempt}
+        attempt = {"step": summarized.step, "attempt": summarized.attempt}
         if round_ is None or not attempt.items() <= round_.step_id.items():
             return []
-        round_.take_summaries(blocks.summaries)
+        round_.take_summaries(summarized.summaries)
         return self._advance()
 
     def _on_tick(self, tick: Tick) -> list[Action]:
@@ -704,7 +707,7 @@ class Run:
         """
         progress = self._parts.progress
         round_ = progress.round
-        skip = self._halts.skip_requested or progress.was_skipped
+        skip = self._halts.should_skip_step or progress.was_skipped
         if round_ is not None and round_.embedding_layout and round_.is_complete and not skip:
             return progress.continue_with_gradients(round_)
         if not progress.agreement.is_reached:
@@ -716,7 +719,7 @@ class Run:
             return []
         if not (skip or round_.is_complete):
             return []
-        self._halts.skip_requested = False
+        self._halts.should_skip_step = False
         return self._save_admission_record() + progress.persist(round_, skip=skip)
 
     def _save_admission_record(self) -> list[Action]:
@@ -725,7 +728,7 @@ class Run:
         if self._recorded_profiles == progress.numerics_profiles:
             return []
         self._recorded_profiles = set(progress.numerics_profiles)
-        record = admission.make_record(progress.numerics_profiles, mixed=progress.mixed)
+        record = admission.make_record(progress.numerics_profiles, mixed=progress.is_mixed)
         return [SaveAdmissionRecord(record)]
 
     def _on_durable(self, commit: CommitDurable) -> list[Action]:
@@ -734,7 +737,7 @@ class Run:
 
     def _on_durable_halted(self, commit: CommitDurable) -> list[Action]:
         actions = self._after_durable(commit)
-        self._halts.commit_pending = self._halts.commit_pending or bool(actions)
+        self._halts.has_new_commit = self._halts.has_new_commit or bool(actions)
         return actions
 
     def _on_late_durable(self, commit: CommitDurable) -> list[Action]:
@@ -752,7 +755,7 @@ class Run:
 
     def _after_commit(self) -> list[Action]:
         progress, evaluations = self._parts.progress, self._parts.evaluations
-        if self._is_draining and not self._computing:
+        if self._is_draining and not self._computing_workers:
             return []
         parallel_actions: list[Action] = []
         if evaluations.is_due:
@@ -890,7 +893,7 @@ class Run:
         if is_best:
             actions += self.checkpoints.save(self.steps_committed)
         self._enter(RunPhase.TRAINING)
-        return actions + (self._end_if_done() if self._ends else self._begin_step())
+        return actions + (self._end_if_done() if self._should_end else self._begin_step())
 
     # Halts.
 
@@ -927,25 +930,25 @@ class Run:
 
     def _on_continue(self, command: ContinueRun) -> list[Action]:
         progress, halts = self._parts.progress, self._halts
-        was_committing = progress.is_persisting or halts.commit_pending
+        was_committing = progress.is_persisting or halts.has_new_commit
         actions = halts.end(progress, skip_step=command.skip_step)
         actions += self.checkpoints.retry(self.steps_committed)
         actions += halts.reseed(progress)
         if self.evaluation is not None:
             return actions + self._begin_evaluation()
         if progress.round is not None and not progress.is_persisting:
-            halts.skip_requested = command.skip_step
+            halts.should_skip_step = command.skip_step
             return actions + self._begin_step() + self._advance()
         # The halted step was committed during the halt: skip_step refers to the next step.
         self._enter(RunPhase.TRAINING)
-        halts.skip_requested = command.skip_step and was_committing
-        is_pending, halts.commit_pending = halts.commit_pending, False
+        halts.should_skip_step = command.skip_step and was_committing
+        is_pending, halts.has_new_commit = halts.has_new_commit, False
         actions += self._after_commit() if is_pending else []
         return actions + self._advance()
 
     def _on_write_failed(self, failure: WriteFailed) -> list[Action]:
         self.checkpoints.note_failure()
-        if failure.lost_commit:
+        if failure.is_commit_lost:
             self._parts.progress.abandon_commit()
         return self._halt(failure.reason)
 
@@ -956,7 +959,7 @@ class Run:
     # The end.
 
     @property
-    def _computing(self) -> list[str]:
+    def _computing_workers(self) -> list[str]:
         return self.members.names(*COMPUTING)
 
     def _on_save(self, request: SaveState) -> list[Action]:
@@ -968,7 +971,7 @@ class Run:
         return self._advance()
 
     @property
-    def _ends(self) -> bool:
+    def _should_end(self) -> bool:
         """Whether no further step follows."""
         has_stopped = bool(self._parts.evaluations.stop_reason)
         return self._parts.progress.all_committed or self._is_draining or has_stopped
@@ -976,7 +979,7 @@ class Run:
     def _end_if_done(self) -> list[Action]:
         """End the run if no further step follows, all replicas agree and the state is saved."""
         progress, evaluations = self._parts.progress, self._parts.evaluations
-        if progress.is_persisting or not self._ends:
+        if progress.is_persisting or not self._should_end:
             return []
         if progress.agreement.is_catching_up or self.checkpoints.saved_step != progress.step:
             return self.checkpoints.save(progress.step)
@@ -1001,7 +1004,7 @@ class Run:
                 return self._finish("failed", f"halted: {self.reason}", ExitCode.FAILED)
             case RunPhase.OVER:
                 return []
-            case RunPhase.TRAINING | RunPhase.EVALUATING if self._computing:
+            case RunPhase.TRAINING | RunPhase.EVALUATING if self._computing_workers:
                 return []
         # No worker is left to finish the step in progress: the run ends with the committed ones.
         if self.evaluation is not None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from coordinator.files.blob_server import BlobServer
 from coordinator.members.session import MemberSession
 from coordinator.run import inputs
-from coordinator.run.exchange.round import Summary, summary_of
+from coordinator.run.exchange.round import Summary, summarize_block
 from coordinator.run.outputs.actions import (
     Action,
     AdoptManifest,
@@ -288,7 +288,7 @@ class Execution:
         """Execute an operator's command."""
         name = _command_name(command)
         record = CommandReceived(term=self.run.term, step=self.run.steps_committed, command=name)
-        self._storage.record([record])
+        self._storage.append_records([record])
         self._step(command)
 
     def give_up(self, reason: str) -> None:
@@ -324,7 +324,7 @@ class Execution:
     def _do(self, actions: Sequence[Action]) -> None:
         if self._closed:
             return
-        self._storage.record(records_of(actions, self.run))
+        self._storage.append_records(records_of(actions, self.run))
         for action in actions:
             match action:
                 case Send():
@@ -404,7 +404,7 @@ class Execution:
 
         def work() -> dict[int, Summary]:
             return {
-                number: summary_of(*block, clipped_groups)
+                number: summarize_block(*block, clipped_groups)
                 for number, block in action.averages.items()
             }
 
@@ -416,7 +416,7 @@ class Execution:
         try:
             own_digest = await self._storage.commit(action.record, action.side_outputs)
         except StorageFailed as error:
-            self._step(inputs.WriteFailed(str(error), lost_commit=True))
+            self._step(inputs.WriteFailed(str(error), is_commit_lost=True))
             return
         if self._tracer is not None:
             self._tracer.span("sync the log", "log", start, step=step)
@@ -428,7 +428,7 @@ class Execution:
         request = action.message
         pieces: list[bytes] = []
         try:
-            inner, pieces_on_disk = await self._storage.open_replica_progress(request)
+            inner, pieces_on_disk = await self._storage.open_inner_state(request)
             fields = request.model_dump()
             async for piece in pieces_on_disk:
                 for earlier_piece in pieces:
@@ -460,7 +460,7 @@ class Execution:
         if isinstance(event, RunContinued):
             self._wake_joiners()
         if isinstance(event, Evaluated) and event.state_digest is not None:
-            self._storage.keep_metrics(event.step, event.state_digest, event.metric_values)
+            self._storage.save_metrics(event.step, event.state_digest, event.metric_values)
         if event.name:
             self._sink.emit(event, self.run.run_id)
 
@@ -468,7 +468,7 @@ class Execution:
         """Report an event that the run does not report itself, to the journal and the sinks."""
         record = record_of(event, self.run)
         if record is not None and not self._closed:
-            self._storage.record([record])
+            self._storage.append_records([record])
         self._report(event)
 
     def _dismiss(self, action: Dismiss) -> None:
@@ -493,8 +493,8 @@ class Execution:
             with await self._replica.lock() as locked:
                 assert locked.replica.step == step
                 if step:
-                    await self._storage.roll()
-                result = await self._storage.save(locked.replica, losses, locked.release)
+                    await self._storage.roll_log()
+                result = await self._storage.save_checkpoint(locked.replica, losses, locked.release)
             self._checkpoint_failed = False
         except SamestepError:
             self._checkpoint_failed = True
@@ -530,7 +530,7 @@ class Execution:
         keep = self.run.spec.checkpoint.keep_last
         directory = self._storage.directory
         try:
-            async with self._storage.holding_newest() as newest:
+            async with self._storage.hold_newest_checkpoint() as newest:
                 step = newest
                 result = await asyncio.to_thread(copy_checkpoint, directory, step, target, keep)
         except (SamestepError, OSError) as error:
@@ -577,7 +577,7 @@ class Execution:
     async def _transfer_once(self, session: MemberSession, replay: Replay | None) -> None:
         """Send a worker the missing state, then subscribe it."""
         checkpoint: Checkpoint | None = None
-        async with self._storage.joining() as hold:
+        async with self._storage.hold_averages() as hold:
             reached_step = None
             if replay is not None and not self._is_far(replay.step):
                 hold.move_to(replay.step)
@@ -640,10 +640,10 @@ class Execution:
         Args:
             unusable_checkpoint: A checkpoint that could not be read.
         """
-        averages_from = await self._storage.averages_from()
+        averages_from = await self._storage.first_step_with_averages()
         requested_at = None
         while True:
-            newest = self._storage.newest
+            newest = self._storage.newest_checkpoint
             if (
                 newest is not None
                 and newest is not unusable_checkpoint
@@ -668,7 +668,7 @@ class Execution:
         """
         initial_digest, state = await self._replica.state_0()
         try:
-            await self._storage.log_begun()
+            await self._storage.wait_for_log()
         except SamestepError:
             return  # `begin_log` reported it
         actions = self.run.step(inputs.ReplicaLoaded(upload, initial_digest, state.state_digest))

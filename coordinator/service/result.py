@@ -15,7 +15,7 @@ from coordinator.disk.durable_file import replace_file
 from coordinator.run.outputs.actions import Finish
 from coordinator.run.outputs.events import Evaluated
 from coordinator.run.run import Run
-from coordinator.storage.directory.journal import entries_of
+from coordinator.storage.directory.journal import records_of_type
 from coordinator.storage.directory.journal_records import Ended
 from coordinator.storage.directory.run_directory import RunDirectory
 from coordinator.storage.run_storage import RunStorage
@@ -55,7 +55,7 @@ async def write_result(
     assert run.manifest is not None
     path = storage.directory.path
     await storage.check()
-    if storage.captures:
+    if storage.has_capture:
         exported = await storage.end_capture(is_complete=end.outcome == "finished")
     else:
         exported = await asyncio.to_thread(write_model, path, run.manifest, replica)
@@ -70,7 +70,7 @@ async def write_result(
         "weights_digest": weights,
         "losses": [loss if math.isfinite(loss) else None for loss in run.losses],
         "eval": {name: v if math.isfinite(v) else None for name, v in run.metrics.items()},
-        "exact": run.progress is not None and not run.progress.mixed,
+        "exact": run.progress is not None and not run.progress.is_mixed,
         "workers": run.members.microbatches(),
         "wall_s": round(wall_s, 3),
         "exported": exported,
@@ -81,7 +81,7 @@ async def write_result(
         result_digest=json_digest(document),
     )  # fmt: skip
     document["journal_head"] = await storage.end_journal(record)
-    if not storage.captures:
+    if not storage.has_capture:
         await asyncio.to_thread(write_card, storage.directory, run.spec, run.manifest, document)
     await asyncio.to_thread(write_json, storage.directory.result_file, document)
     return model, document
@@ -93,7 +93,7 @@ async def _write_best(run: Run, storage: RunStorage) -> dict[str, str]:
     Returns:
         BLAKE3 of each file, by its path below the run's directory.
     """
-    checkpoint, run_manifest = await storage.best(), run.manifest
+    checkpoint, run_manifest = await storage.best_checkpoint(), run.manifest
     if checkpoint is None or run_manifest is None:
         return {}
     export = run_manifest.export.model_copy(update={"directory": BEST})
@@ -141,6 +141,6 @@ def write_card(
 
 def _newest_metrics(journal: Path) -> Iterator[Measured]:
     """Yield the newest metrics of each step; a step that was redone may have several."""
-    metrics = {record.step: record.metrics for record in entries_of(journal, Evaluated)}
+    metrics = {record.step: record.metrics for record in records_of_type(journal, Evaluated)}
     for step in sorted(metrics):
         yield Measured(step=step, figures=metrics[step])

@@ -18,10 +18,10 @@ from coordinator.service.spec_change import SpecChange, missing_spec_change
 from coordinator.storage.copies import check_directory
 from coordinator.storage.directory.journal import (
     JournalEnd,
-    evaluations,
     is_abandoned,
     newest_scale,
     read_end,
+    read_evaluations,
 )
 from coordinator.storage.directory.journal_records import Resumed, RunStarted
 from coordinator.storage.directory.run_directory import RunDirectory, StoredRun
@@ -155,7 +155,7 @@ def load_run(
         recovery = replace(recovery, redo=(), notes=notes)
     metrics: dict[int, dict[str, float]] = {}
     if stored_run.spec.stop is not None or stored_run.spec.optimizer.plateau is not None:
-        metrics = evaluations(directory.journal, recovery.step)
+        metrics = read_evaluations(directory.journal, recovery.step)
     scale = _loss_scale(directory, recovery) if scales_loss(stored_run.spec) else None
     resumption = replace(_resumption(recovery, admission), metrics=metrics, loss_scale=scale)
     if not rollback_notes:
@@ -184,7 +184,7 @@ def _check_complete(directory: RunDirectory, recovery: Recovery) -> None:
             f"{problem}, and there is a checkpoint after {checkpoint_step}; restore it from a copy"
         )
         raise StorageDamaged(str(directory.journal), "", reason)
-    last = -1 if recovery.index.last is None else recovery.index.last
+    last = -1 if recovery.index.last_step is None else recovery.index.last_step
     stored_steps = max(last + 1, *checkpoint_steps(directory.checkpoints))
     # The newest step may be torn; and a rollback may have set the missing steps aside.
     if journal.commits > stored_steps + 1 and not directory.set_aside.exists():

@@ -236,8 +236,8 @@ class Service:
             self._lock = lock_directory(self.settings.directory)
         if directory is None or directory.resolve() == self.settings.directory.resolve():
             return self._lock
-        lock = lock_directory(directory, above=self._lock.term - 1)
-        self._lock.raise_to(lock.term)
+        lock = lock_directory(directory, above_term=self._lock.term - 1)
+        self._lock.raise_term_to(lock.term)
         return lock
 
     def submit(

@@ -15,7 +15,7 @@ from typing import Final
 from coordinator.members.session import MemberSession
 from coordinator.run.outputs.actions import Replay
 from coordinator.storage.log.log_index import LoggedStep
-from coordinator.storage.run_storage import LogHold, RunStorage, replay_bytes
+from coordinator.storage.run_storage import LogHold, RunStorage, max_replay_bytes
 from coordinator.storage.states.checkpoint_state import CheckpointState
 from protocol.exact.reduction.average import Array
 from protocol.exact.reduction.codecs import pack
@@ -125,7 +125,7 @@ class Subscribers:
 
     def is_far(self, step: int, now: int, manifest: Manifest) -> bool:
         """Return whether the averages from `step` to `now` are larger than the state."""
-        return (now - step) * manifest.elements * 4 > replay_bytes(manifest)
+        return (now - step) * manifest.elements * 4 > max_replay_bytes(manifest)
 
     async def send_state(
         self, channel: Channel, run_id: str, storage: RunStorage, checkpoint_state: CheckpointState
@@ -136,7 +136,7 @@ class Subscribers:
             SamestepError: The state cannot be read.
         """
         *_, last = checkpoint_state.pieces()
-        async for piece, values in storage.pieces(checkpoint_state):
+        async for piece, values in storage.stream_pieces(checkpoint_state):
             await channel.room()
             if channel.closed or self.over:
                 return
@@ -177,7 +177,7 @@ class Subscribers:
         """
         step, digest = replay.step, replay.state_digest
         while step < self.since and not (channel.closed or self.over):
-            logged_steps = await storage.logged(step)
+            logged_steps = await storage.read_logged_steps(step)
             if not logged_steps or digest not in (None, logged_steps[0].record.state_before):
                 return None
             digest = None
@@ -201,7 +201,7 @@ class Subscribers:
         commit = logged_step.record.commit
         if commit.scalars is not None:
             step_id = {"term": term, "step": commit.step, "attempt": commit.attempt}
-            async for block, chunk, values in storage.chunks(logged_step):
+            async for block, chunk, values in storage.stream_chunks(logged_step):
                 await channel.room()
                 if channel.closed or self.over:
                     return

@@ -32,7 +32,7 @@ from typing import Final, NamedTuple
 from coordinator.disk.durable_file import (
     TEMPORARY_SUFFIX,
     make_directory,
-    read_if_there,
+    read_if_exists,
     remove_temporaries,
     replace_file,
     storage_errors,
@@ -81,7 +81,7 @@ class _VerifiedCopy(NamedTuple):
 
     info: CheckpointInfo
     entries: tuple[Entry, ...]
-    later: Sequence[Committed]
+    later_commits: Sequence[Committed]
 
 
 def _copy_name(step: int) -> str:
@@ -208,14 +208,14 @@ def copy_checkpoint(directory: RunDirectory, step: int, to: str, keep: int) -> b
     _check_rivals(copies, entries, target.parent)
     is_new = existing is None or not _is_current(existing, entries)
     if is_new:
-        entries = _make(directory, step, target)
-    for name in _to_remove([copy for copy in copies if copy is not existing], entries, keep):
+        entries = _make_copy(directory, step, target)
+    for name in _copies_to_remove([copy for copy in copies if copy is not existing], entries, keep):
         remove_checkpoint(target.parent / name)
     remove_temporaries(target.parent)
     return is_new
 
 
-def _make(directory: RunDirectory, step: int, target: Path) -> tuple[Entry, ...]:
+def _make_copy(directory: RunDirectory, step: int, target: Path) -> tuple[Entry, ...]:
     """Make and verify a copy, which replaces a copy with another history; return the lines of its
     journal."""
     temporary = target.with_name(target.name + TEMPORARY_SUFFIX)
@@ -225,7 +225,7 @@ def _make(directory: RunDirectory, step: int, target: Path) -> tuple[Entry, ...]
             temporary.mkdir()
         _copy_small_files(directory, temporary)
         _copy_tree(source, checkpoint_path(RunDirectory(temporary).checkpoints, step))
-        entries = _verify(RunDirectory(temporary)).entries
+        entries = _verify_copy(RunDirectory(temporary)).entries
         remove_checkpoint(target)
         with storage_errors("copy a checkpoint to", target):
             temporary.replace(target)
@@ -301,7 +301,7 @@ def _is_current(copy: _Copy, entries: Sequence[Entry]) -> bool:
     )
 
 
-def _to_remove(others: Sequence[_Copy], entries: Sequence[Entry], keep: int) -> list[str]:
+def _copies_to_remove(others: Sequence[_Copy], entries: Sequence[Entry], keep: int) -> list[str]:
     """Return the names of the copies to remove, so that `keep` are left with the newest."""
     obsolete_copies = [copy for copy in others if copy.is_obsolete(entries)]
     older_copies = sorted((copy for copy in others if copy not in obsolete_copies), key=_age)
@@ -327,7 +327,7 @@ def restore_copy(source: Path, to: Path) -> RestoredCopy:
     """
     check_no_run(to)
     copy = RunDirectory(_newest_copy(source))
-    verified_copy = _verify(copy)
+    verified_copy = _verify_copy(copy)
     summary = _summary(copy.path, verified_copy)
     with storage_errors("restore a run to", to):
         make_directory(to)
@@ -357,17 +357,16 @@ def check_no_run(to: Path) -> None:
 def _summary(copy: Path, verified_copy: _VerifiedCopy) -> str:
     """Summarize for users the copy from which a run continues."""
     notes = [f"the run continues after step {verified_copy.info.step}"]
-    if later := verified_copy.later:
-        notes.append(
-            f"steps {later[0].step} to {later[-1].step} were committed: they are done again"
-        )
-    if skipped := [str(commit.step) for commit in later if commit.skipped]:
+    if later_commits := verified_copy.later_commits:
+        first_step, last_step = later_commits[0].step, later_commits[-1].step
+        notes.append(f"steps {first_step} to {last_step} were committed: they are done again")
+    if skipped := [str(commit.step) for commit in later_commits if commit.skipped]:
         notes.append(
             f"of these, {', '.join(skipped)} were skipped: whether to skip them is decided again"
         )
     notes.append(
-        f"the copy knows the run up to {verified_copy.entries[-1].time}: no later command, such as "
-        "--from-step"
+        f"the copy's journal ends at {verified_copy.entries[-1].time}: later commands, such as "
+        "--from-step, are not in it"
     )
     newest = _copies(copy.parent)[-1:]
     if newest and newest[0].resolve() != copy.resolve():
@@ -428,7 +427,7 @@ def _copies(run: Path) -> list[Path]:
     return sorted(paths, key=lambda copy: (newest_term(RunDirectory(copy).journal), copy.name))
 
 
-def _verify(copy: RunDirectory) -> _VerifiedCopy:
+def _verify_copy(copy: RunDirectory) -> _VerifiedCopy:
     """Check that a copy is complete."""
     check_files(copy)
     journal = verify_journal(copy.journal)
@@ -460,7 +459,7 @@ def _copy_small_files(directory: RunDirectory, to: Path) -> None:
     names = [path.name for path in directory.small_files if path != directory.files_file]
     names.append(directory.journal.name)
     for attempt in range(_ATTEMPTS):
-        earlier_contents = {name: read_if_there(directory.path / name) for name in names}
+        earlier_contents = {name: read_if_exists(directory.path / name) for name in names}
         for name, content in earlier_contents.items():
             if content is not None:
                 # The last line of the journal may be incomplete.

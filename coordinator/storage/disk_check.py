@@ -81,9 +81,9 @@ def _replica_bytes(spec: RunSpec, manifest: Manifest, states: int) -> int:
     if spec.replicas is None:
         return 0
     state_bytes = replica_state_bytes(spec, manifest) * (states + ROUNDS_KEPT)
-    boundary = manifest.elements * 4 * (1 + moment_count(spec.optimizer))
+    inner_checkpoint_bytes = manifest.elements * 4 * (1 + moment_count(spec.optimizer))
     return spec.replicas.count * (
-        state_bytes + (2 * boundary if spec.replicas.boundary_every else 0)
+        state_bytes + (2 * inner_checkpoint_bytes if spec.replicas.boundary_every else 0)
     )
 
 

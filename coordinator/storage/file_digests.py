@@ -1,9 +1,9 @@
 """The digests of the small files that a restart reads: a changed file is refused.
 
-At each start, at each checkpoint and before a file is replaced, the journal records the BLAKE3 of
-each file (`FileDigests`). Journals of older releases have only the run spec and the manifest's
-digest; the other files are covered from the next start on. `term.json` needs no digest: a term
-counts only if it is above all terms in journal and log.
+At each start, at each checkpoint, before and after a file is replaced, and at the end, the journal
+records the BLAKE3 of each file (`FileDigests`). Journals of older releases have only the run spec
+and the manifest's digest; the other files are covered from the next start on. `term.json` needs no
+digest: a term counts only if it is above all terms in journal and log.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ Digests = dict[str, tuple[str | None, ...]]
 """The possible digests of each file, by name; None if it may be missing."""
 
 
-def lock_directory(path: Path, above: int = 0) -> DirectoryLock:
+def lock_directory(path: Path, above_term: int = 0) -> DirectoryLock:
     """Lock a directory, with a term above all terms in its files.
 
     Args:
         path: The directory; created if missing.
-        above: A term known from elsewhere; the new term is greater.
+        above_term: A term known from elsewhere; the new term is greater.
 
     Raises:
         UsageError: Another coordinator holds the directory, or the directory cannot be written.
-        StorageFailed: Journal or log cannot be read.
+        StorageDamaged: The directory's term file does not hold a term.
+        StorageFailed: Term file, journal or log cannot be read.
     """
-    lock = DirectoryLock.acquire(path, above)
+    lock = DirectoryLock.acquire(path, above_term)
     directory = RunDirectory(path)
     try:
-        lock.raise_to(known_term(directory) + 1)
+        lock.raise_term_to(known_term(directory) + 1)
     except SamestepError:
         lock.release()
         raise
@@ -117,7 +118,8 @@ def changed_files(directory: RunDirectory, recorded: FileDigests | None) -> list
 
 
 def check_journal(directory: RunDirectory) -> None:
-    """Check that the journal exists and belongs to the run; before it begins, check `run.json`.
+    """Check that the journal exists and belongs to the run. If it has no intact first line, check
+    the digest in `run.json`.
 
     Raises:
         StorageDamaged: The journal or `run.json` is missing, damaged or of another run.

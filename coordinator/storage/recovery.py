@@ -111,8 +111,8 @@ def recover(directory: RunDirectory) -> Recovery | None:
     base = checkpoint.info.step if checkpoint is not None else 0
     logged_steps, redo = _split_steps(list(scan.index.steps_from(base)))
     if checkpoint is None:
-        if skipped or scan.index.last is not None:
-            raise _no_state(directory, scan.index.last, skipped)
+        if skipped or scan.index.last_step is not None:
+            raise _no_state(directory, scan.index.last_step, skipped)
         return None
     own_digest = logged_steps[-1].record.own_digest if logged_steps else None
     if run.spec.replicas is not None and not logged_steps:
@@ -143,7 +143,8 @@ def recover(directory: RunDirectory) -> Recovery | None:
 
 
 def _no_state(directory: RunDirectory, last: int | None, skipped: Sequence[str]) -> StorageDamaged:
-    """Return the error of a run without a checkpoint: the first one is written before any step."""
+    """Return the error of a run without an intact checkpoint: the first checkpoint is written
+    before any step."""
     steps = "" if last is None else f", which the log's steps up to {last} follow"
     reasons = skipped or ("restore one from a copy",)
     reason = "; ".join((f"expected an intact checkpoint{steps}, found none", *reasons))
@@ -151,7 +152,8 @@ def _no_state(directory: RunDirectory, last: int | None, skipped: Sequence[str])
 
 
 def _split_steps(steps: list[LoggedStep]) -> tuple[list[LoggedStep], list[CommitRecord]]:
-    """Split steps into those that can be applied from the log, and the commits of the rest."""
+    """Split steps into those that can be applied from the log, and the commits of all later
+    ones."""
     count = 0
     while count < len(steps) and (
         steps[count].has_averages or steps[count].record.commit.scalars is None
@@ -161,14 +163,14 @@ def _split_steps(steps: list[LoggedStep]) -> tuple[list[LoggedStep], list[Commit
 
 
 def _note_lost_states(index: LogIndex, step: int) -> list[str]:
-    if index.last is None or index.last < step:
+    if index.last_step is None or index.last_step < step:
         return []
-    steps_text = f"steps up to {index.last} are in the log"
+    steps_text = f"steps up to {index.last_step} are in the log"
     return [f"{steps_text}, but the state before them is lost: they are done again"]
 
 
 def remove_later_checkpoints(directory: RunDirectory, recovery: Recovery) -> None:
-    """Remove checkpoints of steps after `recovery.step`, which could not be used.
+    """Remove the checkpoints of steps after `recovery.step`: they are not intact.
 
     Otherwise a later restart might use them.
 

@@ -1,9 +1,9 @@
 """The files of a run in progress, written outside the event loop.
 
-Each kind of file has its own thread, since their syncs are independent: the gradient log, for which
-commits wait; the journal, for which only the end waits; checkpoints, which take long; captures and
-per-replica states. A thread does its jobs in order. Errors of jobs that nothing waits for go to the
-callback `failed`.
+The syncs of these files are independent, so there are four threads: for the gradient log, for which
+every commit waits; for the journal, for which the end and checkpoints wait, and commits that change
+the admission record; for checkpoints, which take long; and for captures and per-replica states. A
+thread does its jobs in order. Errors of jobs that nothing waits for go to the callback `failed`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from coordinator.storage.states.checkpoint import (
 )
 from coordinator.storage.states.checkpoint_state import CheckpointState, StatePiece
 from coordinator.storage.states.replica_states import EMPTY_DIGEST, ReplicaStates
-from coordinator.storage.states.retention import best_step, prune
+from coordinator.storage.states.retention import best_step, prune_checkpoints
 from protocol.base import limits
 from protocol.base.errors import SamestepError, StorageFailed
 from protocol.exact.replica import Replica
@@ -52,6 +52,7 @@ from protocol.wire.messages import InnerCheckpointChunk, InnerStateRequest
 
 T = TypeVar("T")
 _STEPS_AT_ONCE: Final = 16
+"""Most steps that one job reads from the log."""
 _MOST_STATE_PARTS: Final = 3
 """Parameters and two moments: the state is at most as long as the averages of three steps."""
 _THREADS: Final = ("log", "journal", "checkpoint", "capture")
@@ -67,21 +68,21 @@ class _LogStart(NamedTuple):
 
 
 def _batch_of(items: Iterator[T], length: Callable[[T], int]) -> Iterator[T]:
-    """Yield as many items as a send queue takes: one job of a thread reads several."""
+    """Yield as many items as fit into a send queue; `length` returns the bytes of one."""
     left_bytes = limits.SEND_AHEAD_BYTES
     while left_bytes > 0 and (item := next(items, None)) is not None:
         left_bytes -= length(item)
         yield item
 
 
-def replay_bytes(manifest: Manifest) -> int:
+def max_replay_bytes(manifest: Manifest) -> int:
     """Return the most bytes of averages that are sent to a worker instead of the state."""
     return max(limits.REPLAY_BYTES, _MOST_STATE_PARTS * manifest.elements * 4)
 
 
 @dataclass(slots=True, eq=False)
 class LogHold:
-    """The log from a step on, kept for a worker that is getting the run's state.
+    """A hold on the log from a step on, for a worker that is receiving the run's state.
 
     Attributes:
         step: The next step that the worker needs; None if not known yet.
@@ -100,7 +101,7 @@ class RunStorage:
     """Log, journal and checkpoints of one run.
 
     Attributes:
-        newest: The newest intact checkpoint.
+        newest_checkpoint: The newest intact checkpoint.
         replica_states: The per-replica states of a run with replicas, once its manifest is known.
 
     Args:
@@ -132,7 +133,7 @@ class RunStorage:
         self._failed = failed
         self._loop = asyncio.get_running_loop()
         thread = thread or partial(ThreadPoolExecutor, 1)
-        self.newest: Checkpoint | None = None
+        self.newest_checkpoint: Checkpoint | None = None
         self._threads = {name: thread(name) for name in _THREADS}
         self._start: _LogStart | None = None
         self._log: GradientLog | None = None
@@ -168,7 +169,7 @@ class RunStorage:
         *,
         own_digest: str | None = None,
     ) -> None:
-        """Keep the manifest and begin the log.
+        """Write the manifest and begin the log, in the log's thread.
 
         Args:
             manifest: The run's manifest.
@@ -178,7 +179,7 @@ class RunStorage:
             newest: The newest intact checkpoint, if there is one.
             own_digest: Digest of the per-replica state after these steps; None before the first.
         """
-        self.newest = newest
+        self.newest_checkpoint = newest
         self._start = _LogStart(manifest, next_step, redo, index)
         if self._spec.replicas is not None:
             state_lengths = replica_state_sizes(self._spec, manifest)
@@ -192,11 +193,11 @@ class RunStorage:
             )
         self._spawn("log", self._open_log)
 
-    async def log_begun(self) -> None:
+    async def wait_for_log(self) -> None:
         """Return once the log has begun.
 
         Raises:
-            SamestepError: The log cannot begin; `begin_log` reports the same error.
+            SamestepError: The log cannot begin; `failed` was called with the same error.
         """
         await self._do("log", self._open_log)
 
@@ -254,13 +255,13 @@ class RunStorage:
         """Set while few pieces of inner checkpoints wait for the disk."""
         return self._inner_checkpoint_room
 
-    async def open_replica_progress(
+    async def open_inner_state(
         self, message: InnerStateRequest
     ) -> tuple[int, AsyncIterator[bytes]]:
-        """See `ReplicaStates.answer`; reading may raise the same errors."""
+        """See `ReplicaStates.read_inner_state`; reading may raise the same errors."""
         states = self.replica_states
         assert states is not None, "a run without replicas refuses it"
-        inner, iterator = await self._do("capture", lambda: states.answer(message))
+        inner, iterator = await self._do("capture", lambda: states.read_inner_state(message))
 
         async def pieces() -> AsyncIterator[bytes]:
             while piece := await self._do("capture", lambda: next(iterator, b"")):
@@ -314,11 +315,11 @@ class RunStorage:
         return record.own_digest
 
     def save_admission_record(self, record: AdmissionRecord) -> None:
-        """Write the admission record before the next commit."""
+        """Have the admission record written before the next commit is durable."""
         self._admission_record = record
 
-    async def logged(self, step: int) -> list[LoggedStep]:
-        """Return some committed steps from `step` on, up to the first gap in the log.
+    async def read_logged_steps(self, step: int) -> list[LoggedStep]:
+        """Return at most 16 committed steps from `step` on, up to the first gap in the log.
 
         Raises:
             SamestepError: The log cannot be read.
@@ -329,7 +330,7 @@ class RunStorage:
 
         return await self._do("log", work)
 
-    async def chunks(self, logged_step: LoggedStep) -> AsyncIterator[tuple[int, int, Array]]:
+    async def stream_chunks(self, logged_step: LoggedStep) -> AsyncIterator[tuple[int, int, Array]]:
         """Yield block, chunk and values of a logged step's averages; a few are in memory at once.
 
         Raises:
@@ -344,22 +345,22 @@ class RunStorage:
             for chunk in batch:
                 yield chunk
 
-    async def averages_from(self) -> int:
+    async def first_step_with_averages(self) -> int:
         """Return the step from which the log keeps averages.
 
         Raises:
             SamestepError: The log cannot begin.
         """
-        return await self._do("log", lambda: self._open_log().index.averages_from)
+        return await self._do("log", lambda: self._open_log().index.first_step_with_averages)
 
     @asynccontextmanager
-    async def joining(self) -> AsyncIterator[LogHold]:
-        """Make the log keep averages while a worker gets the run's state.
+    async def hold_averages(self) -> AsyncIterator[LogHold]:
+        """Make the log keep averages while a worker receives the run's state.
 
         Yields:
             The hold, to be moved to later steps as the worker progresses. The log keeps at most
-            twice `replay_bytes` of averages for a worker: a worker that reads at least as fast as
-            averages are made needs no more. A slower worker restarts from a newer checkpoint.
+            twice `max_replay_bytes` of averages for a worker: a worker that reads at least as fast
+            as averages are made needs no more. A slower worker restarts from a newer checkpoint.
 
         Raises:
             StorageFailed: A write failed.
@@ -401,7 +402,7 @@ class RunStorage:
         return self._log
 
     @property
-    def captures(self) -> bool:
+    def has_capture(self) -> bool:
         """Whether the result is captured logits instead of a model."""
         return self._captured_files is not None
 
@@ -413,7 +414,7 @@ class RunStorage:
 
     # Checkpoints.
 
-    async def roll(self) -> None:
+    async def roll_log(self) -> None:
         """Begin a new segment of the log, after all commits so far.
 
         Raises:
@@ -421,7 +422,7 @@ class RunStorage:
         """
         await self._do("log", lambda: self._open_log().roll())
 
-    async def save(
+    async def save_checkpoint(
         self,
         replica: Replica,
         losses: Sequence[float],
@@ -439,9 +440,9 @@ class RunStorage:
             RunFailed: Another coordinator owns the directory now.
         """
         manifest, root = self._log_start.manifest, self.directory.checkpoints
-        has_checkpoint = self.newest is not None
+        has_checkpoint = self.newest_checkpoint is not None
 
-        def read() -> None:
+        def notify() -> None:
             self._loop.call_soon_threadsafe(on_state_written)
 
         def work() -> tuple[Checkpoint, int | None]:
@@ -451,21 +452,21 @@ class RunStorage:
                 raise StorageFailed("write to", str(root), MISSING)
             checkpoint = write_checkpoint(
                 root, manifest, replica, run_id=self._run_id, term=self._term, losses=losses,
-                on_state_written=read,
+                on_state_written=notify,
             )  # fmt: skip
             self._guard()
             step = checkpoint.info.step  # the replica may be further by now
             if (metrics := self._metrics.get(step)) is not None:
                 write_metrics(root, step, *metrics)
             retention, copied_step = self._spec.checkpoint, self._copied_step
-            return checkpoint, prune(
+            return checkpoint, prune_checkpoints(
                 root, self._run_id, manifest, retention, copied_step
             ).intact_step
 
         # Before the log loses these commits, and a restart stops reading them.
         await self._do("journal", self._note_files)
         checkpoint, intact = await self._do("checkpoint", work)
-        self.newest = checkpoint
+        self.newest_checkpoint = checkpoint
         self._metrics = {
             step: metrics for step, metrics in self._metrics.items() if step > checkpoint.info.step
         }
@@ -473,7 +474,7 @@ class RunStorage:
             await self._do("log", lambda: self._remove_segments(intact))
         return checkpoint
 
-    async def best(self) -> Checkpoint | None:
+    async def best_checkpoint(self) -> Checkpoint | None:
         """Return the checkpoint with the best metric, if the run spec names a metric.
 
         Raises:
@@ -489,8 +490,9 @@ class RunStorage:
         return await self._do("checkpoint", work)
 
     @asynccontextmanager
-    async def holding_newest(self) -> AsyncIterator[int]:
-        """Keep the newest checkpoint while it is copied, one at a time; sync the journal first.
+    async def hold_newest_checkpoint(self) -> AsyncIterator[int]:
+        """Sync the journal, then keep the newest checkpoint while it is copied; only one hold at a
+        time.
 
         Yields:
             The step of the checkpoint.
@@ -521,7 +523,7 @@ class RunStorage:
         )
         return await self._loop.run_in_executor(None, open_checkpoint)
 
-    async def pieces(
+    async def stream_pieces(
         self, checkpoint_state: CheckpointState
     ) -> AsyncIterator[tuple[StatePiece, Array]]:
         """Yield the pieces of an open state, a few in memory at once; raises as
@@ -538,7 +540,7 @@ class RunStorage:
     def _remove_segments(self, intact: int) -> None:
         self._guard()  # another coordinator may be reading these segments
         manifest = self._log_start.manifest
-        oldest = intact - 2 * replay_bytes(manifest) // (manifest.elements * 4)
+        oldest = intact - 2 * max_replay_bytes(manifest) // (manifest.elements * 4)
         first = intact
         for hold in tuple(self._holds):
             if hold.step is None:
@@ -548,8 +550,8 @@ class RunStorage:
                 first = min(first, hold.step)
         self._open_log().remove_segments(first)
 
-    def keep_metrics(self, step: int, state_digest: str, metrics: dict[str, float]) -> None:
-        """Keep the metrics of an evaluation with the checkpoint of that state, if there is one."""
+    def save_metrics(self, step: int, state_digest: str, metrics: dict[str, float]) -> None:
+        """Save the metrics of an evaluation with the checkpoint of that state, if there is one."""
         # The checkpoint of the state may be written later, after newer metrics.
         self._metrics[step] = (state_digest, metrics)
         root = self.directory.checkpoints
@@ -557,7 +559,7 @@ class RunStorage:
 
     # The journal.
 
-    def record(self, records: Sequence[Record]) -> None:
+    def append_records(self, records: Sequence[Record]) -> None:
         """Add lines to the journal; they are synced soon, in batches."""
         if not records or self._has_ended:
             return

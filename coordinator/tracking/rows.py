@@ -42,8 +42,8 @@ class Rows:
 
     def read(self) -> Iterator[Row]:
         """Yield the rows completed since the last call, in ascending order; each step only once."""
-        self._journal.was_cut()  # steps are never sent twice
-        for time, record in self._journal.new_records():
+        self._journal.restart_if_cut()  # steps are never sent twice
+        for time, record in self._journal.read_new_records():
             with suppress(ValueError, KeyError, TypeError):  # the audit reports it
                 yield from self._take(datetime.fromisoformat(time).timestamp(), record)
 

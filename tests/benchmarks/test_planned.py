@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import planned
-from coordinator.run.exchange.times import Volume, sharded_s, star_s
+from coordinator.run.exchange.times import Volume, predict_sharded_s, predict_star_s
 
 
 def test_page_shows_the_plot_of_the_command():
@@ -25,10 +25,10 @@ def test_table_names_the_best_topology_of_each_row():
     assert set(topologies) <= {"star", "sharded", "replicas"}
     assert topologies[0] == "sharded"
     assert topologies[11] == "replicas"
-    assert planned.predict(4, 100, 5_300_000).star == star_s(
+    assert planned.predict(4, 100, 5_300_000).star == predict_star_s(
         Volume(5_300_000, 5_300_000, 12), planned.equal_members(4, 100)
     )
-    assert sharded_s(Volume(1, 1, 1), planned.equal_members(4, 100)) < 0.01
+    assert predict_sharded_s(Volume(1, 1, 1), planned.equal_members(4, 100)) < 0.01
 
 
 def test_two_levels_of_stars_are_between_one_star_and_sharded():

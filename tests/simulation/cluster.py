@@ -411,5 +411,5 @@ class Cluster:
             f"nothing can happen: {run.phase.value}, step {run.steps_committed}, "
             f"members {members}, "
             f"owed by {waiting_for}, unfinished {owing}, "
-            f"unassigned {round_ and round_.unassigned()}"
+            f"unassigned {round_ and round_.unassigned_subtrees()}"
         )

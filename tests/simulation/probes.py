@@ -175,7 +175,7 @@ class Probes:
         progress = execution.run.progress
         assert progress is not None
         coordinator.ledger.check_admission_record(
-            set(progress.numerics_profiles), mixed=progress.mixed
+            set(progress.numerics_profiles), mixed=progress.is_mixed
         )
 
     def _before_broadcast(self, _subscribers: Any, message: Any, values: Any, *_: Any) -> None:

@@ -123,7 +123,7 @@ def compares_no_answers(self, step):
     if step not in self._replica_digests:
         return [], []
     answers = self._answers.pop(step, {})
-    if step == self._newest:
+    if step == self._newest_step:
         self._awaited.difference_update(answers)
     return sorted(answers), []
 
@@ -476,7 +476,7 @@ PLANTED = {
         "the admission record is missing",
     ),
     "a commit whose sync failed is replayed": PlantedFault(
-        [(RunStorage, "logged", reads_unsynced_commits)],
+        [(RunStorage, "read_logged_steps", reads_unsynced_commits)],
         "ahead of what is durable",
         often="cut_and_refuse",
         seed=22,

@@ -225,7 +225,7 @@ class ScriptedCoordinator:
             "saved": lambda step_number: step(inputs.CheckpointDurable(int(step_number))),
             "unwritten": lambda: step(inputs.ResultNotWritten("the disk is full")),
             "full": lambda commit="": step(
-                inputs.WriteFailed("the disk is full", lost_commit=bool(commit))
+                inputs.WriteFailed("the disk is full", is_commit_lost=bool(commit))
             ),
         }
 

@@ -2,8 +2,8 @@
 
 Pure. State digests detect a wrong replica. But no state digest covers a frozen base: if faulty
 memory or a faulty disk changes it, only gradients show that. So now and then two workers with the
-same numerics profile compute the same subtree. If a subtree was reassigned because its worker was
-late, its two results are also compared, if both arrive.
+same numerics profile compute the same subtree. A subtree of a late worker that was reassigned is
+also compared, if both results arrive and the profiles are equal.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from protocol.exact.samples import microbatch_seed
 
 
 @dataclass(frozen=True, slots=True)
-class Differing:
+class ResultMismatch:
     """Two workers with one numerics profile computed different bits for a result of a subtree.
 
     Attributes:
@@ -64,22 +64,26 @@ class DoubleCheck:
         """Return the numerics profile with which a worker computes an assigned subtree."""
         return self._assigned.get(subtree, {}).get(worker, "")
 
-    def answer(
+    def compare_result(
         self,
         worker: str,
         subtree: Subtree,
         part: tuple[int, ...],
         values: NDArray[Any],
         part_name: str,
-    ) -> Differing | None:
+    ) -> ResultMismatch | None:
         """Compare a part of a subtree's result with the other worker's, before it is summed.
 
         Args:
             worker: The sender.
             subtree: The subtree.
-            part: Which part: block and chunk of gradients, or three numbers of a side output.
+            part: Key of the part: (block, chunk) of gradients, (0, microbatch, chunk) of side
+                outputs, (-1,) of the sums that a `SubtreeLoss` carries.
             values: The content.
             part_name: Name of the part in messages, as in "gradients".
+
+        Returns:
+            The mismatch, if a worker of the same numerics profile sent other bits.
         """
         profiles = self._assigned.get(subtree, {})
         if len(profiles) < 2 or worker not in profiles:
@@ -87,10 +91,10 @@ class DoubleCheck:
         key = (subtree, part, profiles[worker])
         digest = blake3(values.tobytes()).hexdigest()
         other, earlier = self._answers.setdefault(key, (worker, digest))
-        return Differing((worker, other), part_name, subtree) if earlier != digest else None
+        return ResultMismatch((worker, other), part_name, subtree) if earlier != digest else None
 
 
-def choose_double(
+def choose_double_check(
     seed: int,
     step: int,
     every: int,

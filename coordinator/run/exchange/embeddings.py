@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from blake3 import blake3
 
-from coordinator.run.exchange.double_check import Differing
+from coordinator.run.exchange.double_check import ResultMismatch
 from coordinator.run.outputs.side_outputs import Bytes
 from protocol.base import limits
 from protocol.base.errors import OutOfOrder
@@ -48,7 +48,7 @@ class JoinedEmbeddings:
     delivered: frozenset[str]
 
     @staticmethod
-    def of(
+    def join(
         pieces: list[Bytes], origin: Origin, profiles: Mapping[str, str], delivered: frozenset[str]
     ) -> JoinedEmbeddings:
         """Join the pieces of all microbatches."""
@@ -63,7 +63,7 @@ class JoinedEmbeddings:
             body = self.content[chunk * limits.BODY_BYTES :][: limits.BODY_BYTES]
             yield StepEmbeddings(**step_id, chunk=chunk, last=chunk == chunks - 1), body
 
-    def compare(self, worker: str, profile: str, message: SubtreeLoss) -> Differing | None:
+    def compare(self, worker: str, profile: str, message: SubtreeLoss) -> ResultMismatch | None:
         """Check a worker's report of microbatches whose recomputed embeddings differ from these.
 
         Returns:
@@ -78,5 +78,5 @@ class JoinedEmbeddings:
                 raise OutOfOrder(f"SubtreeLoss: microbatch {leaf} is not in {message.subtree}")
             other = next(name for name, part in self.origin if part.lo <= leaf < part.hi)
             if self.profiles[other] == profile:
-                return Differing((worker, other), "embeddings", Subtree(leaf, leaf + 1))
+                return ResultMismatch((worker, other), "embeddings", Subtree(leaf, leaf + 1))
         return None

@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
-from coordinator.run.exchange.times import MeshMember, StepTimes, Volume, sharded_s, star_s
+from coordinator.run.exchange.times import (
+    MeshMember,
+    StepTimes,
+    Volume,
+    predict_sharded_s,
+    predict_star_s,
+)
 from coordinator.run.outputs.actions import Action, Send
 from protocol.exact.reduction.bfloat16 import ELEMENT_BYTES
 from protocol.exact.reduction.chunk_grid import ChunkGrid, divide_chunks
@@ -25,7 +31,7 @@ from protocol.wire.messages import ListenForPeers, Owners, PeerPort, Peers
 from protocol.wire.peers import HERE, OwnerTable, Peer, PeerList, pair_key
 
 _FEWEST_HOSTS: Final = 3
-"""With two hosts, each sends and receives as much in a star."""
+"""With two hosts a sharded exchange gains nothing: each sends and receives as much in a star."""
 _MOST_TIME_RATIO: Final = 0.9
 """`auto` chooses sharded if its expected time is below this share of the star's."""
 _SIMILAR_SPEED_FACTOR: Final = 4.0
@@ -34,8 +40,9 @@ fast."""
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """The port at which a member listens (0 if it does not), and its fingerprint."""
+class PeerEndpoint:
+    """The port at which a member listens for peers, 0 if it does not; and the SHA-256 fingerprint
+    of its certificate, in hex."""
 
     port: int
     fingerprint: str
@@ -85,7 +92,7 @@ class Mesh:
         )
         self._secret = secret
         self._hosts: dict[str, str] = {}
-        self._offers: dict[str, Offer] = {}
+        self._endpoints: dict[str, PeerEndpoint] = {}
         self._demoted_until: dict[str, int] = {}
         self._sent_numbers: dict[str, int] = {}
         self._invited: set[str] = set()
@@ -116,27 +123,27 @@ class Mesh:
         """Note where a worker listens, and send the list of peers to all that listen."""
         if worker not in self._hosts:
             return []
-        self._offers[worker] = Offer(message.port, message.fingerprint.hex())
-        names = sorted(self._offers)
+        self._endpoints[worker] = PeerEndpoint(message.port, message.fingerprint.hex())
+        names = sorted(self._endpoints)
         return [self._send_peers(name, names) for name in names]
 
     def _send_peers(self, worker: str, names: Sequence[str]) -> Send:
         peers = tuple(
             Peer(
-                name=name, host=self._hosts[name], port=self._offers[name].port,
-                fingerprint=self._offers[name].fingerprint,
+                name=name, host=self._hosts[name], port=self._endpoints[name].port,
+                fingerprint=self._endpoints[name].fingerprint,
                 key=pair_key(self._secret, worker, name).hex(),
             )
             for name in names
             if name != worker
         )  # fmt: skip
-        listens = self._offers[worker].port > 0
+        listens = self._endpoints[worker].port > 0
         document = PeerList(me=worker, listens=listens, peers=peers)
         return Send(worker, Peers(run_id=self._run_id), document.to_bytes())
 
     def add_link(self, worker: str, peer: str, mbit: float) -> None:
         """Note that a worker reaches a peer, and at what speed in Mbit/s."""
-        if worker in self._offers and peer in self._offers:
+        if worker in self._endpoints and peer in self._endpoints:
             self.links.setdefault(worker, {})[peer] = mbit
 
     def remove_link(self, worker: str, peer: str) -> None:
@@ -145,19 +152,19 @@ class Mesh:
 
     def remove_worker(self, worker: str) -> list[Action]:
         """Remove a worker that has left; the others get a new list and close their links to it."""
-        had_links = worker in self._offers
-        for table in (self._hosts, self._offers, self._sent_numbers, self._demoted_until):
-            table.pop(worker, None)
+        had_links = worker in self._endpoints
+        for by_worker in (self._hosts, self._endpoints, self._sent_numbers, self._demoted_until):
+            by_worker.pop(worker, None)
         self._invited.discard(worker)
         self.links.pop(worker, None)
         self.traffic.pop(worker, None)
         for reachable_names in self.links.values():
             reachable_names.pop(worker, None)
-        names = sorted(self._offers)
+        names = sorted(self._endpoints)
         return [self._send_peers(name, names) for name in names] if had_links else []
 
     def demote(self, worker: str, until: int) -> None:
-        """Let a worker whose averages were late own no chunk before step `until`."""
+        """Assign no chunk before step `until` to a worker whose averages were late."""
         self._demoted_until[worker] = until
 
     def note_duration(self, step_ms: float, *, sharded: bool) -> None:
@@ -173,9 +180,9 @@ class Mesh:
         if self._timed_workers != frozenset(active):
             self._timed_workers = frozenset(active)
             self._times.clear()
-        members = self._clique(sorted(set(active) & self._offers.keys()))
+        members = self._clique(sorted(set(active) & self._endpoints.keys()))
         speeds = {name: self._speed(name, members) for name in members}
-        shares = _shares([speeds[name] for name in members])
+        shares = _equal_time_shares([speeds[name] for name in members])
         shares_without_late = [
             0.0 if self._demoted_until.get(name, 0) > step else share
             for name, share in zip(members, shares, strict=True)
@@ -279,7 +286,8 @@ class Mesh:
         return candidates
 
     def _speed(self, name: str, members: Sequence[str]) -> float:
-        """Return the speed of a member's fastest peer link in Mbit/s, for its network link."""
+        """Return the speed of a member's fastest peer link in Mbit/s, as the speed of its network
+        link."""
         speeds = [
             min(self.links[name][other], self.links[other][name])
             for other in members
@@ -303,17 +311,20 @@ class Mesh:
             return f"a star: fewer than {_FEWEST_HOSTS} hosts"
         total = sum(shares)
         mesh_members = [
-            MeshMember(speeds[name], share / total, here=self._hosts[name] == HERE)
+            MeshMember(speeds[name], share / total, has_coordinator=self._hosts[name] == HERE)
             for name, share in zip(members, shares, strict=True)
         ]
-        star, sharded = star_s(self._volume, mesh_members), sharded_s(self._volume, mesh_members)
+        star, sharded = (
+            predict_star_s(self._volume, mesh_members),
+            predict_sharded_s(self._volume, mesh_members),
+        )
         if sharded > _MOST_TIME_RATIO * star:
             ms = f"{star * 1e3:.0f} ms, a sharded exchange {sharded * 1e3:.0f}"
             return f"a star: it is expected to take {ms}"
         return self._times.reason_for_star()
 
 
-def _shares(speeds: Sequence[float]) -> list[float]:
+def _equal_time_shares(speeds: Sequence[float]) -> list[float]:
     """Return the share that each member owns, such that all links are busy for about equally long.
 
     In units of all chunks, one of n members that owns the share f sends 1 - f to other owners, and
@@ -332,12 +343,12 @@ def _shares(speeds: Sequence[float]) -> list[float]:
     low, high = 0.0, 2.0 * count / min(smoothed_speeds)
     for _ in range(60):  # bisect the duration of a step at which all shares sum to 1
         middle = (low + high) / 2
-        if sum(_share(middle, speed, count) for speed in smoothed_speeds) < 1:
+        if sum(_share_at(middle, speed, count) for speed in smoothed_speeds) < 1:
             low = middle
         else:
             high = middle
-    return [_share(high, speed, count) for speed in smoothed_speeds]
+    return [_share_at(high, speed, count) for speed in smoothed_speeds]
 
 
-def _share(time: float, speed: float, count: int) -> float:
+def _share_at(time: float, speed: float, count: int) -> float:
     return max(0.0, (time * speed - 1) / (count - 2))

@@ -108,7 +108,7 @@ class PeerSums:
 
     @property
     def owner_bits(self) -> int:
-        """The bits of all workers that own chunks: every worker owes them its sums."""
+        """The bits of all workers that own chunks: every worker owes its sums to these owners."""
         owner_names = {self.table.members[owner] for owner in {*self.table.owners}}
         return sum(1 << self.bits[name] for name in owner_names if name != COORDINATOR)
 
@@ -130,7 +130,7 @@ class PeerSums:
         """Note that an owner has all its chunks of a subtree.
 
         Returns:
-            False if the owner must collect them again, because its table is out of date.
+            False if the owner must collect the sums again, because its table was out of date.
         """
         if owner not in self._arrived_sums or message.owners < self._first_table_numbers[owner]:
             return False
@@ -189,10 +189,11 @@ class PeerSums:
         return self._compare_digests(chunk)
 
     def _chunk_of_sender(self, sender: str, message: ChunkReduced | AveragedGradient) -> int:
-        """Return the number of a chunk that the sender owns or owned, or sends as the scribe."""
-        kind = type(message).__name__
+        """Return the number of a chunk that the sender owns or owned, or sends as the scribe (the
+        member that sends all averages to the coordinator)."""
+        message_name = type(message).__name__
         if message.owners > self.table_number or not self._grid.has(message.block, message.chunk):
-            raise OutOfOrder(f"{kind}: there is no such chunk or table")
+            raise OutOfOrder(f"{message_name}: there is no such chunk or table")
         chunk = self._grid.number(message.block, message.chunk)
         # A late or repeated message may refer to an earlier table.
         is_owner = any(table.owner(chunk) == sender for table in self._tables)
@@ -201,7 +202,7 @@ class PeerSums:
             may_be_scribe and any(table.scribe == sender for table in self._tables)
         ):
             raise OutOfOrder(
-                f"{kind}: worker {sender!r} does not own chunk {message.chunk} of block "
+                f"{message_name}: worker {sender!r} does not own chunk {message.chunk} of block "
                 f"{message.block}"
             )
         return chunk
@@ -224,7 +225,7 @@ class PeerSums:
         return WrongAverage(owner, self._grid.blocks[block].name, detail)
 
     def digests(self) -> NDArray[np.uint8]:
-        """Return the digests of all averages, in order; all have arrived."""
+        """Return the digests of all averages in chunk order, flat uint8; all must have arrived."""
         digests = b"".join(
             self._average_digests.get(chunk) or chunk_digest(self._average_of(chunk))
             for chunk in range(self._grid.count)

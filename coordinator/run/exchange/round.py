@@ -3,7 +3,7 @@
 Pure: no clock, socket, file or randomness. Arrival order cannot change a bit of the averages:
 each chunk of each block has its own sum along the tree, float addition is commutative, and the
 tree fixes both operands of each addition. So a subtree may arrive twice, from several workers, or
-as part of a larger subtree that arrives later; a sum that already covers it does not change.
+as part of a larger subtree that arrives later; a sum that already covers the subtree stays as is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from coordinator.run.exchange.double_check import Differing, DoubleCheck
+from coordinator.run.exchange.double_check import DoubleCheck, ResultMismatch
 from coordinator.run.exchange.embeddings import JoinedEmbeddings
 from coordinator.run.exchange.peer_sums import PeerSums, WrongAverage
 from coordinator.run.outputs.actions import Broadcast, Send, Summarize
@@ -54,6 +54,7 @@ _MOST_COUNTED_SUBTREES: Final = 16_384
 
 
 Allocate = Callable[[int], Array]
+"""Returns a flat float32 array of the given number of elements."""
 
 
 def new_array(elements: int) -> Array:
@@ -78,7 +79,7 @@ class Summary(NamedTuple):
 _NO_GROUPS: Final = ClippedGroups(OptimizerSpec(name="sgd"))
 
 
-def summary_of(block: Block, average: Array, clipped: ClippedGroups = _NO_GROUPS) -> Summary:
+def summarize_block(block: Block, average: Array, clipped: ClippedGroups = _NO_GROUPS) -> Summary:
     """Compute the summary of a block: about one second per gigabyte."""
     group_square_sums = clipped.square_sums(block, average) if block.is_trained else ()
     return Summary(square_sum(average), block_digest(block, average), group_square_sums)
@@ -127,15 +128,15 @@ class Round:
 
     Attributes:
         step_id: Term, step and attempt, as messages carry them.
-        averages: One flat array per block, filled as chunks are averaged.
+        averages: One flat float32 array per block, filled as chunks are averaged.
         shares: The share of each worker that has not left.
         has_begun: Whether any subtree was assigned.
         double_check: Compares results of subtrees that two workers computed.
         double_assignment: Two workers, and the subtree that both must finish.
         is_tainted: Whether a sum may include gradients at weights whose digest was never compared.
         inner_progress: For each worker in an inner phase: replica, and number of inner steps taken.
-        has_inner_phases: Whether a leaf is a whole inner phase of a replica: too much work to hold
-            back at a worker that may be lost.
+        has_inner_phases: Whether a leaf is a whole inner phase of a replica. Such a worker may send
+            all its chunks at once: too much work is lost with a worker that still holds some back.
         side_outputs: Outputs of microbatches other than gradients; None without any.
         embedding_layout: Layout of the embeddings that this round collects; None for a round of
             gradients. A round of embeddings has no blocks.
@@ -184,9 +185,9 @@ class Round:
         self._blocks = blocks
         self._average_of = _averages_by_chunk(blocks, self.averages, self._grid)
         numbered_table = numbered_table or (0, OwnerTable.star(self._grid.count))
-        self._own_chunks = numbered_table[1].owned_by(COORDINATOR)
+        self._coordinator_chunks = numbered_table[1].owned_by(COORDINATOR)
         # Block 0 first: its sums arrive last, so they usually show the missing subtrees.
-        first = sorted(self._own_chunks, reverse=True)
+        first = sorted(self._coordinator_chunks, reverse=True)
         self._reducer = Reducer(microbatches, exchange, first, self._average_of)
         self.peers = PeerSums(self._grid, microbatches, numbered_table, self._average_of)
         self._outstanding_counts = [block.chunks for block in blocks]
@@ -220,25 +221,27 @@ class Round:
         Returns:
             The workers that may now send more.
         """
-        return self._extend_windows(4) if self._own_chunks else []
+        return self._extend_windows(4) if self._coordinator_chunks else []
 
     def _extend_windows(self, parts: int) -> list[str]:
         """Raise limits that can grow by at least 1 / `parts` of the window; return the workers."""
         raised_workers: list[str] = []
         self._count_summed_chunks()
-        upload_limit = self._memory_limit()
+        memory_limit = self._memory_limit()
         # With many workers most may already send everything: skip them cheaply.
         waiting_shares = [
-            (worker, s) for worker, s in self.shares.items() if s.uploads < upload_limit
+            (worker, share) for worker, share in self.shares.items() if share.uploads < memory_limit
         ]
         if not waiting_shares:
             return raised_workers
-        last = self._slowest(share for share in self.shares.values() if not share.is_local)
+        slowest = self._fewest_arrived(
+            share for share in self.shares.values() if not share.is_local
+        )
         for worker, share in waiting_shares:
-            own_uploads = self._slowest([share])
-            new_limit = min(upload_limit, self._uploads_ahead(share, min(last, own_uploads)))
+            arrived = self._fewest_arrived([share])
+            new_limit = min(memory_limit, self._window_end(share, min(slowest, arrived)))
             added_uploads = new_limit - share.uploads
-            if added_uploads > 0 and added_uploads * parts >= new_limit - own_uploads:
+            if added_uploads > 0 and added_uploads * parts >= new_limit - arrived:
                 share.uploads = new_limit
                 raised_workers.append(worker)
         return sorted(raised_workers)
@@ -254,24 +257,25 @@ class Round:
         limit_bytes = max(limits.PARTIAL_SUMS_BYTES, self._grid.total_bytes // 2)
         return self._grid.end(self._summed_chunks, limit_bytes // max(self._assigned_subtrees, 1))
 
-    def _uploads_ahead(self, share: Share, last: int) -> int:
-        """Return up to which chunk a worker may send ahead of the slowest worker.
+    def _window_end(self, share: Share, start: int) -> int:
+        """Return the end of the window of chunks that a worker may send, which begins at `start`.
 
         Flows that share a link do not get equal parts of it. A sum waits for the slowest flow,
-        while the other direction of the link is idle. If subtrees were reassigned, there is no
-        limit.
+        while the other direction of the link is idle. So the window limits how far a worker is
+        ahead of the slowest one. Local workers, reassigned subtrees and inner phases have no limit.
         """
         if share.is_local or self._is_reassigned or self.has_inner_phases:
             return self._grid.count
-        most_uploads = last + limits.UPLOAD_AHEAD_CHUNKS
+        most_uploads = start + limits.UPLOAD_AHEAD_CHUNKS
         return max(
-            self._grid.end(last, limits.UPLOAD_AHEAD_BYTES), min(most_uploads, self._grid.count)
+            self._grid.end(start, limits.UPLOAD_AHEAD_BYTES), min(most_uploads, self._grid.count)
         )
 
-    def _slowest(self, shares: Iterable[Share]) -> int:
-        """Return the fewest chunks that have arrived of any subtree that has begun to arrive."""
+    def _fewest_arrived(self, shares: Iterable[Share]) -> int:
+        """Return the fewest chunks that have arrived of any subtree that has begun to arrive, and
+        at least the number of finished sums."""
         count, mask = self._grid.count, (1 << self._loss_bit) - 1
-        others = count - len(self._own_chunks)
+        others = count - len(self._coordinator_chunks)
         bits_left = (bits & mask for share in shares for bits in share.outstanding_bits.values())
         arrived_bits = (count - bits.bit_count() for bits in bits_left)
         return max(
@@ -298,17 +302,17 @@ class Round:
         share.outstanding_bits.update(dict.fromkeys(subtrees, self._subtree_bits))
         share.dropped.difference_update(subtrees)
         self._count_summed_chunks()
-        first = min(self._memory_limit(), self._uploads_ahead(share, self._summed_chunks))
-        share.uploads = max(share.uploads, first)
+        first_limit = min(self._memory_limit(), self._window_end(share, self._summed_chunks))
+        share.uploads = max(share.uploads, first_limit)
 
     def _all_bits(self) -> int:
         """Return all bits of a subtree; see `Share.outstanding_bits`."""
-        chunks = sum(1 << number for number in self._own_chunks)
+        chunks = sum(1 << number for number in self._coordinator_chunks)
         return chunks | 1 << self._loss_bit | self.peers.owner_bits << self._loss_bit + 1
 
     def take_payload(
         self, worker: str, message: GradientPayload, values: Array
-    ) -> Send | Broadcast | NonFinite | Differing | None:
+    ) -> Send | Broadcast | NonFinite | ResultMismatch | None:
         """Take a chunk of a subtree's gradient sum; the round takes ownership of `values`.
 
         Returns:
@@ -337,7 +341,9 @@ class Round:
         name = self._blocks[message.block].name
         part, description = (message.block, message.chunk), f"gradients in block {name!r}"
         # Before anything is added to the values; also for values that are dropped below.
-        differing = self.double_check.answer(worker, message.subtree, part, values, description)
+        differing = self.double_check.compare_result(
+            worker, message.subtree, part, values, description
+        )
         if differing is not None:  # a non-finite value shows which of the two is wrong
             finite = is_finite(values)
             return differing if finite else NonFinite(message.subtree, worker, message.block)
@@ -354,7 +360,7 @@ class Round:
 
     def take_side_output(
         self, worker: str, message: CapturedRows, content: Bytes
-    ) -> NonFinite | Differing | None:
+    ) -> NonFinite | ResultMismatch | None:
         """Take a piece of a microbatch's side outputs.
 
         Returns:
@@ -370,15 +376,15 @@ class Round:
         self.side_outputs.put(message, content)
         self._delivered.add(worker)
         leaf = Subtree(message.microbatch, message.microbatch + 1)
-        if self.embedding_layout and self.side_outputs.has(leaf):
+        if self.embedding_layout and self.side_outputs.has_subtree(leaf):
             # Also for a second copy: its NaN shows which of the two is wrong.
-            rows = self.side_outputs.of(leaf.lo, message.chunk, content)
+            rows = self.side_outputs.join_with_copy(leaf.lo, message.chunk, content)
             if not are_finite(self.embedding_layout, rows):
                 return NonFinite(leaf, worker, is_embedding=True)
         part = (0, message.microbatch, message.chunk)
         row_kind = "embeddings" if self.embedding_layout else "logits"
         row_kind = "per-replica state" if self.has_inner_phases else row_kind
-        return self.double_check.answer(worker, message.subtree, part, content, row_kind)
+        return self.double_check.compare_result(worker, message.subtree, part, content, row_kind)
 
     def note_inner_step(self, worker: str, replica: int, inner: int) -> None:
         """Note how many inner steps of a replica a worker has taken.
@@ -392,7 +398,7 @@ class Round:
     def note_inner_checkpoint(self, worker: str, replica: int) -> None:
         """Note that other workers may continue from this worker's inner checkpoint.
 
-        If its weights turn out not to be the run's, nothing that was delivered counts.
+        If this worker leaves before its weights are known to be the run's, the step restarts.
 
         Raises:
             OutOfOrder: There is no such replica, or it is not this worker's.
@@ -436,8 +442,8 @@ class Round:
     def switch_table(self, number: int, table: OwnerTable) -> None:
         """Switch to a new table: workers send the new owners the sums that earlier owners got."""
         gaining_workers, chunks_taken_over = self.peers.switch_table(number, table)
-        self._own_chunks |= chunks_taken_over
-        self._reducer.set_pieces(self._own_chunks)
+        self._coordinator_chunks |= chunks_taken_over
+        self._reducer.set_pieces(self._coordinator_chunks)
         self._subtree_bits = self._all_bits()
         first = self._loss_bit + 1
         resend = sum(1 << chunk for chunk in chunks_taken_over)
@@ -450,7 +456,7 @@ class Round:
                 and (bits := share.outstanding_bits.get(subtree, 0) & self._subtree_bits | resend)
             }
 
-    def take_loss(self, worker: str, message: SubtreeLoss) -> NonFinite | Differing | bool:
+    def take_loss(self, worker: str, message: SubtreeLoss) -> NonFinite | ResultMismatch | bool:
         """Take a subtree's loss sum.
 
         Returns:
@@ -461,7 +467,7 @@ class Round:
                 outputs have not arrived.
         """
         share = self._check_assigned(worker, message.subtree)
-        if self.side_outputs is not None and not self.side_outputs.has(message.subtree):
+        if self.side_outputs is not None and not self.side_outputs.has_subtree(message.subtree):
             raise OutOfOrder(
                 f"the loss of subtree {message.subtree} came before all of its side outputs"
             )
@@ -471,7 +477,7 @@ class Round:
         if message.sums:
             sums = np.frombuffer(message.sums, np.uint8)
             check = self.double_check
-            differing = check.answer(worker, message.subtree, (-1,), sums, "gradients")
+            differing = check.compare_result(worker, message.subtree, (-1,), sums, "gradients")
             if differing is not None:
                 return differing
         if self._losses.covers(message.subtree):
@@ -486,7 +492,7 @@ class Round:
             return NonFinite(root(self.microbatches))
         return True
 
-    def _compare_embeddings(self, worker: str, message: SubtreeLoss) -> Differing | None:
+    def _compare_embeddings(self, worker: str, message: SubtreeLoss) -> ResultMismatch | None:
         """Return the fault in embeddings that were recomputed for their gradients."""
         if message.unlike and self.embeddings is None:
             raise OutOfOrder("SubtreeLoss: differing embeddings in a step without embeddings")
@@ -496,13 +502,13 @@ class Round:
         return self.embeddings.compare(worker, profile, message)
 
     def join_embeddings(self) -> JoinedEmbeddings:
-        """Join all embeddings of the step; the round of embeddings is complete."""
+        """Join all embeddings of the step; this round of embeddings must be complete."""
         assert self.is_complete
         assert self.side_outputs is not None
         origin = self._loss_origins.total or ()
         profiles = {name: self.double_check.profile_of(name, part) for name, part in origin}
         delivered = frozenset(self._delivered)
-        return JoinedEmbeddings.of(self.side_outputs.content, origin, profiles, delivered)
+        return JoinedEmbeddings.join(self.side_outputs.content, origin, profiles, delivered)
 
     def check_non_finite(self, sender: str, fault: NonFinite) -> NonFinite:
         """Check a worker's report about its own subtree, or about a sum that it owns.
@@ -534,7 +540,7 @@ class Round:
 
     @property
     def loss(self) -> float:
-        """Mean loss over the step; the round is complete."""
+        """Mean loss over the step; valid once the round is complete."""
         total, weight = self._losses.total, self._weights.total
         assert total is not None
         assert weight is not None
@@ -542,7 +548,7 @@ class Round:
 
     @property
     def gradient_norms(self) -> GradientNorms:
-        """Euclidean norms of the averaged gradients; the round is complete."""
+        """Euclidean norms of the averaged gradients; valid once the round is complete."""
         assert self.is_complete
         self._summarize()
         trained_summaries = (
@@ -553,15 +559,16 @@ class Round:
         )
 
     def averages_digest(self) -> str:
-        """BLAKE3 over the hex digests of the blocks, in block order; the round is complete."""
+        """Return the BLAKE3 over the hex digests of the blocks, in block order; the round must be
+        complete."""
         assert self.is_complete
         self._summarize()
         return averages_digest(self._summaries[block].digest for block in range(len(self._blocks)))
 
     @property
     def counted(self) -> tuple[dict[str, tuple[Subtree, ...]], ...] | None:
-        """Workers and subtrees that make up the sums, as a commit records them; the round is
-        complete."""
+        """Workers and subtrees that make up the sums, as a commit records them; valid once the
+        round is complete."""
         origins = sorted({*self._origins, *self.peers.origins, self._loss_origins.total or ()})
         if sum(map(len, origins)) > _MOST_COUNTED_SUBTREES:
             return None
@@ -584,15 +591,15 @@ class Round:
         return cover(sorted(missing), self.microbatches)
 
     def computing_workers(self) -> list[str]:
-        """Return the workers that still compute, because their loss is outstanding."""
+        """Return the workers that still compute: a loss of theirs is outstanding."""
         loss = 1 << self._loss_bit
         return [
-            n
-            for n, share in self.shares.items()
-            if any(b & loss for b in share.outstanding_bits.values())
+            worker
+            for worker, share in self.shares.items()
+            if any(bits & loss for bits in share.outstanding_bits.values())
         ]
 
-    def unassigned(self, ignoring: Collection[str] = ()) -> tuple[Subtree, ...]:
+    def unassigned_subtrees(self, ignoring: Collection[str] = ()) -> tuple[Subtree, ...]:
         """Return the missing microbatches that no worker owes, as subtrees; workers in `ignoring`
         do not count."""
         assigned_leaves = {
@@ -637,14 +644,16 @@ class Round:
             self.double_assignment[-1] if self.double_assignment and self._awaits_double() else None
         )
         for worker, share in self.shares.items():
-            delivered = tuple(
-                n for n in share.outstanding_bits if n != double and not self._missing_leaves(n)
+            covered = tuple(
+                subtree
+                for subtree in share.outstanding_bits
+                if subtree != double and not self._missing_leaves(subtree)
             )
-            if delivered:
-                surplus[worker] = delivered
-                for subtree in delivered:
+            if covered:
+                surplus[worker] = covered
+                for subtree in covered:
                     del share.outstanding_bits[subtree]
-                share.dropped.update(delivered)
+                share.dropped.update(covered)
         return surplus
 
     def forgo_double(self, late: Collection[str]) -> bool:
@@ -674,7 +683,7 @@ class Round:
     def _summarize(self) -> None:
         """Compute norm and digest of completed blocks, after all averages were broadcast."""
         for number in self._unsummarized:
-            summary = summary_of(self._blocks[number], self.averages[number], self._clipped)
+            summary = summarize_block(self._blocks[number], self.averages[number], self._clipped)
             self._summaries[number] = summary
         self._unsummarized.clear()
 
@@ -718,10 +727,10 @@ class Round:
         if not self._outstanding_counts[block]:
             self._unsummarized.append(block)
         is_block = self._blocks[block].kind == "block"
-        kind = AveragedBlockGradient if is_block else AveragedNonBlockGradient
+        message_type = AveragedBlockGradient if is_block else AveragedNonBlockGradient
         is_own = number in self._reducer
         served_by_peers = frozenset[str]() if is_own else frozenset(self.peers.table.members)
-        message = kind(**self.step_id, block=block, chunk=chunk)
+        message = message_type(**self.step_id, block=block, chunk=chunk)
         return Broadcast(message, self._average_of(number), served_by_peers)
 
 

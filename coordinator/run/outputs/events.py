@@ -241,7 +241,8 @@ class TrainingStarted(Event):
 
 
 class OwnersChanged(Record):
-    """Each worker's share of every block to average; empty if the coordinator averages."""
+    """The fraction of all chunks that each worker averages, rounded to three decimals; empty if the
+    coordinator averages all."""
 
     articles = (12, 15)
     purpose = "machines that summed the gradients of others, by step"
@@ -273,7 +274,7 @@ class Planned(Record):
     nodes: Subtrees
     cause: Cause = "step"
 
-    def planned(self) -> list[Subtree]:
+    def assigned_subtrees(self) -> list[Subtree]:
         """Return all assigned subtrees."""
         return [Subtree(lo, hi) for subtrees in self.nodes.values() for lo, hi in subtrees]
 

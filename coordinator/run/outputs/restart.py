@@ -18,8 +18,8 @@ MetricsByStep = Mapping[int, Mapping[str, float]]
 """Metrics of evaluations, by the step of the evaluated state."""
 
 
-class Packed(BaseModel):
-    """Base of records that are stored as msgpack."""
+class MsgpackRecord(BaseModel):
+    """Base class of records that are stored as msgpack."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -43,14 +43,14 @@ class EmbeddingsRecord(BaseModel):
     of: dict[Small, tuple[tuple[Number, Number], ...]]
 
     @staticmethod
-    def made_by(digest: str, origin: Origin) -> EmbeddingsRecord:
+    def from_origin(digest: str, origin: Origin) -> EmbeddingsRecord:
         """Make the record of embeddings with this origin."""
         workers = dict.fromkeys(worker for worker, _ in origin)
         parts = {name: tuple(part for by, part in origin if by == name) for name in workers}
         return EmbeddingsRecord(digest=digest, of=parts)
 
 
-class CommitRecord(Packed):
+class CommitRecord(MsgpackRecord):
     """The commit of a step; it is durable before any worker receives it.
 
     Attributes:

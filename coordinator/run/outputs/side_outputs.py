@@ -51,20 +51,21 @@ class SideOutputs:
         if self._pieces[leaf][chunk] is None:
             self._pieces[leaf][chunk] = content
 
-    def has(self, subtree: Subtree) -> bool:
-        """Return whether all of a subtree's microbatches have arrived."""
+    def has_subtree(self, subtree: Subtree) -> bool:
+        """Return whether all side outputs of a subtree's microbatches have arrived."""
         return all(piece is not None for leaf in range(*subtree) for piece in self._pieces[leaf])
 
-    def of(self, leaf: int, chunk: int = -1, instead: Bytes | None = None) -> Bytes:
-        """Return the content of a microbatch, with `instead` in place of one of its chunks."""
+    def join_with_copy(self, leaf: int, chunk: int, copy: Bytes) -> Bytes:
+        """Return the content of a microbatch, with another copy of one of its chunks, flat
+        uint8."""
         pieces = [
-            instead if number == chunk else piece for number, piece in enumerate(self._pieces[leaf])
+            copy if number == chunk else piece for number, piece in enumerate(self._pieces[leaf])
         ]
         return np.concatenate([piece for piece in pieces if piece is not None])
 
     @property
     def content(self) -> list[Bytes]:
-        """All pieces in order; the round is complete."""
+        """All pieces in order; valid once all have arrived."""
         pieces = [piece for parts in self._pieces for piece in parts if piece is not None]
         assert sum(map(len, pieces)) == sum(self._sizes)
         return pieces

@@ -1,5 +1,5 @@
-"""Who takes part in a run: admitted, late, agreed with the rest, failed or gone. Pure.
+"""The workers of a run: admission, rejection, lateness, and agreement of their states. Pure.
 
-Imports `coordinator.run.outputs`, and the round that workers owe subtrees of. Start with
-`membership`, then `admission`.
+Imports `coordinator.run.outputs` and `coordinator.run.exchange.round`. Start with `membership`,
+then `admission`.
 """

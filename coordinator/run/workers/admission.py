@@ -45,7 +45,7 @@ from protocol.wire.messages import (
 )
 
 _EXPECTED_CHUNK_MS: Final = limits.LIVENESS_TIMEOUT_MS
-"""How long a chunk of the state may take, even on a slow network."""
+"""Expected time of a chunk of the state, even on a slow network; the lease is a multiple of it."""
 
 
 class Admission:
@@ -79,7 +79,8 @@ class Admission:
     # Conditions.
 
     def take_first_ready(self, message: Ready) -> None:
-        """Take numerics profile and initial state from the first ready worker only."""
+        """Take numerics profile and initial digest from the first ready worker, and only from
+        it."""
         if self._numerics_profile is None:
             self._numerics_profile = message.signature
             self._first_device = f" of {message.device}, {message.backend}"
@@ -167,7 +168,7 @@ class Admission:
         # The replica may still be receiving an earlier upload, whose digest is not this one's.
         self.upload += 1
         self._requested.add(worker)
-        self._lease.sign(worker)
+        self._lease.renew(worker)
         return [Send(worker, StateRequest(run_id=self._run_id))]
 
     def tick(self, now_ms: float) -> list[Action]:
@@ -177,7 +178,7 @@ class Admission:
         if (
             late_uploader is None
             or self._is_upload_complete
-            or not self._lease.is_over(late_uploader, _EXPECTED_CHUNK_MS)
+            or not self._lease.has_expired(late_uploader, _EXPECTED_CHUNK_MS)
         ):
             return []
         others = [n for n in self._members.names(MemberState.READY) if n not in self._requested]
@@ -201,7 +202,7 @@ class Admission:
         if message.kind != "parameters" or message.step or message.optimizer_step:
             raise OutOfOrder("StateChunk: expected the parameters of step 0")
         self._is_upload_complete = message.last
-        self._lease.sign(worker)
+        self._lease.renew(worker)
         fill = FillReplica(message, values)
         return [fill, DigestReplica(self.upload)] if message.last else [fill]
 
@@ -296,7 +297,8 @@ def refuse(worker: str, reason: str) -> list[Action]:
 def is_stale(member: Member, message: Message, run_id: str) -> bool:
     """Return whether a worker sent a message before it knew of this run.
 
-    That is any before `Ready`, but for a note about a device, and a request to leave.
+    A message with the ID of another run is stale. Until the worker is ready, so is any message
+    except `Ready`, `Unready`, `StateChunk`, `DeviceNote` and `Drain`.
     """
     if isinstance(message, Ready | Unready | StateChunk):
         return message.run_id != run_id

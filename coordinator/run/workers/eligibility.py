@@ -1,8 +1,9 @@
 """Workers that cannot take part in a run, and whether the run still waits for others. Pure.
 
-A run waits for connected workers that were not rejected; for workers that computed before and are
-away; for a while, for those that took part before a restart; and for the expected workers that are
-still missing, unless the cause of a rejection rejects all workers.
+After a rejection, a run still waits for connected workers that were not rejected, for workers that
+have computed and are away, and for expected workers that are missing, unless the cause rejects all
+workers. Without any of these it ends after `OTHERS_COME_WITHIN_MS`, in which a worker from before a
+restart may come.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ class Verdict:
 
     Attributes:
         reason: Why the worker cannot take part.
-        exit_code: The exit code with which the run would end.
+        exit_code: The exit code with which the run ends unless another worker can take part.
         rejects_all: Whether the cause rejects every worker.
-        since_ms: The time from which no other worker is connected; None before the next tick.
+        since_ms: Time of the first tick at which no other worker could come; None before that.
     """
 
     reason: str

@@ -105,7 +105,8 @@ class Member:
     """The step before which the worker takes no part, after it was passed over too often."""
     times_passed_over: int = 0
     """How often the worker was passed over; reset after a series of timely answers."""
-    _answers_in_time: int = 0
+    _timely_answers: int = 0
+    """Number of consecutive timely answers."""
 
     def become_ready(self, message: Ready) -> None:
         """Copy the fields of the message that the worker sends once its task is built."""
@@ -129,8 +130,8 @@ class Member:
         """Add the time of an answer that came in time."""
         self.add_answer_time(ms)
         self.is_late = False
-        self._answers_in_time += 1
-        if self._answers_in_time >= _TIMELY_ANSWERS:
+        self._timely_answers += 1
+        if self._timely_answers >= _TIMELY_ANSWERS:
             self.times_passed_over = 0
 
     def add_answer_time(self, ms: float) -> None:
@@ -144,7 +145,7 @@ class Member:
             Whether the worker is set aside: each time for twice as many steps, since each step that
             waits for it costs all others a lease.
         """
-        self.is_late, self._answers_in_time = True, 0
+        self.is_late, self._timely_answers = True, 0
         self.times_passed_over += 1
         excess = self.times_passed_over - _PASSES_BEFORE_ASIDE
         if excess < 0:
@@ -157,7 +158,8 @@ class Member:
         self._longest_gap_ms = max(self._longest_gap_ms or 0.0, gap_ms)
 
     def expected_work_ms(self, microbatches: int) -> float | None:
-        """Return how long the worker may be silent while it computes this many microbatches."""
+        """Return how long the worker may be silent while it computes this many microbatches; None
+        before its first measurement."""
         speed = self.ms_per_microbatch
         if speed is None:
             return None
@@ -268,7 +270,7 @@ class Membership:
     def report_view_change(
         self, step: int, change: Change, worker: str | None = None, reason: str = ""
     ) -> list[Report]:
-        """Report the workers that compute from now on, and the reason; nothing without a change."""
+        """Report the workers that compute from now on, and the reason, if the view has changed."""
         if self.view == self._reported_view:
             return []
         self._reported_view = self.view

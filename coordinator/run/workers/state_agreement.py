@@ -13,12 +13,14 @@ from __future__ import annotations
 from typing import Final
 
 _STEPS_KEPT: Final = 4
+"""For how many steps digests and answers are kept."""
 MOST_STEPS_AHEAD: Final = 3
-"""How many steps workers may be ahead of a replica that catches up; their answers are kept."""
+"""How many steps workers may be ahead of a replica that catches up; less than `_STEPS_KEPT`, so
+that their answers can still be compared with its digests."""
 
 
 class Agreement:
-    """Answers by step, and the workers whose answer to the newest step is missing.
+    """The answers to commits by step, and the workers that the next commit waits for.
 
     Args:
         step: Number of steps committed so far.
@@ -39,23 +41,23 @@ class Agreement:
         self._replica_digests: dict[int, str] = {} if known_digest is None else {step: known_digest}
         self._answers: dict[int, dict[str, str]] = {}
         self._awaited: set[str] = set()
-        self._newest = step
+        self._newest_step = step
         self._is_replica_awaited = catching_up
-        self._behind_since: int | None = step if catching_up else None
+        self._behind_since_step: int | None = step if catching_up else None
 
     @property
     def is_catching_up(self) -> bool:
         """Whether the replica is still applying steps that were committed before a restart."""
-        return self._behind_since is not None
+        return self._behind_since_step is not None
 
     @property
     def is_reached(self) -> bool:
         """Whether the next step may be committed."""
-        if self._behind_since is None:
+        if self._behind_since_step is None:
             return not self._awaited and not self._is_replica_awaited
-        answers = self._answers.get(self._newest, {})
+        answers = self._answers.get(self._newest_step, {})
         digests = {answers.get(worker) for worker in self._awaited}
-        steps_ahead = self._newest - self._behind_since
+        steps_ahead = self._newest_step - self._behind_since_step
         return None not in digests and len(digests) <= 1 and steps_ahead < self._most_steps_ahead
 
     @property
@@ -65,8 +67,9 @@ class Agreement:
 
     @property
     def silent_workers(self) -> list[str]:
-        """Awaited workers without an answer to the newest step that is still to be compared."""
-        return sorted(self._awaited.difference(self._answers.get(self._newest, {})))
+        """Awaited workers whose answer to the newest step is missing, or was compared and
+        differed."""
+        return sorted(self._awaited.difference(self._answers.get(self._newest_step, {})))
 
     def digest(self, step: int) -> str | None:
         """Return the replica's digest after `step` steps; None if unknown or no longer kept."""
@@ -74,7 +77,7 @@ class Agreement:
 
     def expect_answers(self, step: int, workers: list[str]) -> None:
         """Note a commit: expect answers after `step` steps from these workers and the replica."""
-        self._newest = step
+        self._newest_step = step
         self._awaited = set(workers)
         self._is_replica_awaited = True
         for old_step in [
@@ -90,9 +93,9 @@ class Agreement:
     def take_replica_answer(self, step: int, digest: str) -> None:
         """Take the replica's own answer, which arbitrates."""
         self._replica_digests[step] = digest
-        if step == self._newest:
+        if step == self._newest_step:
             self._is_replica_awaited = False
-            self._behind_since = None
+            self._behind_since_step = None
 
     def take_answer(self, worker: str, step: int, digest: str) -> None:
         """Take a worker's answer."""
@@ -113,8 +116,8 @@ class Agreement:
         if replica_digest is None:
             return [], []
         answers = self._answers.pop(step, {})
-        agreed = sorted(name for name, digest in answers.items() if digest == replica_digest)
-        disagreeing = sorted(answers.keys() - set(agreed))
-        if step == self._newest:
-            self._awaited.difference_update(agreed)
-        return agreed, disagreeing
+        agreeing = sorted(name for name, digest in answers.items() if digest == replica_digest)
+        differing = sorted(answers.keys() - set(agreeing))
+        if step == self._newest_step:
+            self._awaited.difference_update(agreeing)
+        return agreeing, differing

@@ -26,7 +26,7 @@ _FIRST_LEASE_MS: Final = 5_000.0
 
 
 class Leases:
-    """The last sign of life of each worker that owes work or an answer.
+    """The time at which the lease of each worker began; sent results begin it again.
 
     Attributes:
         now_ms: The time of the newest tick.
@@ -44,11 +44,11 @@ class Leases:
                 self._since_ms[worker] += gap_ms
         self.now_ms = now_ms
 
-    def sign(self, worker: str) -> float:
-        """Note that a worker was given work or has sent results.
+    def renew(self, worker: str) -> float:
+        """Begin a worker's lease again: it was assigned work, or has sent results.
 
         Returns:
-            Milliseconds since the worker's last sign.
+            Milliseconds since the lease last began; 0 without an earlier lease.
         """
         gap_ms = self.now_ms - self._since_ms.get(worker, self.now_ms)
         self._since_ms[worker] = self.now_ms
@@ -63,8 +63,8 @@ class Leases:
         since_ms = self._since_ms.get(worker)
         return None if since_ms is None else self.now_ms - since_ms
 
-    def is_over(self, worker: str, expected_ms: float | None) -> bool:
-        """Whether a worker is late.
+    def has_expired(self, worker: str, expected_ms: float | None) -> bool:
+        """Return whether a worker is late: whether its lease has expired.
 
         Args:
             worker: The worker's name.
@@ -147,12 +147,12 @@ class Stragglers:
 
     def note_assignment(self, worker: str) -> None:
         """Note that a worker was assigned subtrees."""
-        self._work.sign(worker)
-        self._shares.sign(worker)
+        self._work.renew(worker)
+        self._shares.renew(worker)
 
     def note_delivery(self, worker: str) -> None:
         """Note that a worker has sent a part of its results."""
-        gap_ms = self._work.sign(worker)
+        gap_ms = self._work.renew(worker)
         member = self._members.get(worker)
         if member is not None:
             member.note_silence(gap_ms)
@@ -160,7 +160,7 @@ class Stragglers:
 
     def note_credit(self, worker: str) -> None:
         """Note that a worker may send more chunks, so that more is due."""
-        self._work.sign(worker)
+        self._work.renew(worker)
 
     def note_answer(self, worker: str) -> None:
         """Note a worker's answer to a commit."""
@@ -199,7 +199,7 @@ class Stragglers:
             self._work.forget(worker)
             self._shares.forget(worker)
         for worker in answering:
-            self._answers.sign(worker)
+            self._answers.renew(worker)
         self._reported.clear()
 
     def find_late_workers(self, round_: Round) -> list[Member]:
@@ -218,9 +218,9 @@ class Stragglers:
             expected_ms = member.expected_work_ms(max(subtree.leaves for subtree in pending))
             if round_.has_inner_phases:  # the worker reports its progress throughout
                 expected_ms = member.expected_gap_ms
-            has_expired = self._work.is_over(worker, expected_ms)
+            has_expired = self._work.has_expired(worker, expected_ms)
             if finished_ms is not None and expected_ms is not None:
-                has_expired = has_expired or self._shares.is_over(worker, finished_ms)
+                has_expired = has_expired or self._shares.has_expired(worker, finished_ms)
             if has_expired:
                 member.is_late = True
                 late_members.append(member)
@@ -257,7 +257,7 @@ class Stragglers:
             expected_ms = member.expected_answer_ms
             if blocked and times_ms and expected_ms is not None:
                 expected_ms = min(expected_ms, max(times_ms))
-            if member.name in silent_names and self._answers.is_over(member.name, expected_ms):
+            if member.name in silent_names and self._answers.has_expired(member.name, expected_ms):
                 late_members.append(member)
         return late_members
 

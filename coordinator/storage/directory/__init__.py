@@ -1,4 +1,5 @@
-"""A run's directory: its layout, and the journal of what happened.
+"""A run's directory: its layout, and the journal of the run's events.
 
-Imports `coordinator.storage.log`, whose segments are in it. Start with `run_directory`.
+Imports `coordinator.storage.log`: the directory contains the log's segments. Start with
+`run_directory`.
 """

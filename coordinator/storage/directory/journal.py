@@ -14,8 +14,9 @@ damage in the last batch may come from a crash, and is cut off when the journal 
 damage cannot, and the journal is refused. The intact lines of the last batch are then rewritten:
 their sync may have failed (`durable_file.write_again`).
 
-A restart must not read all of a long journal: it reads the first line, and backward from the end
-(`read_end`). The audit reads all lines (`verify_journal`).
+A journal can be long, so a restart reads its first line, and then backward from its end
+(`read_end`). Only the metrics that steer a run need all lines (`read_evaluations`), and so does the
+audit (`verify_journal`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from coordinator.disk.canonical_json import canonical_json
 from coordinator.disk.durable_file import open_to_read, storage_errors, sync_directory, write_again
 from coordinator.disk.older_names import with_term
 from coordinator.run.outputs.events import Committed, Evaluated, Record
-from coordinator.storage.directory.journal_records import Resumed, kind_of, read_record
+from coordinator.storage.directory.journal_records import Resumed, read_record, record_name
 from protocol.base import limits
 from protocol.base.errors import StorageDamaged
 from protocol.base.regular_file import check_regular, open_regular, parse_json, read_regular
@@ -127,7 +128,7 @@ class Journal:
         self._batch = self._number + 1
 
     @property
-    def lines(self) -> int:
+    def line_count(self) -> int:
         """The number of lines, including unsynced ones."""
         return self._number
 
@@ -203,7 +204,7 @@ def verify_journal(path: Path) -> VerifiedJournal:
 
 @dataclass(frozen=True, slots=True)
 class JournalEnd:
-    """The facts that a restart needs from the journal.
+    """The end of a journal, as far as a restart needs it.
 
     Attributes:
         has_run: Whether the journal has the line of the run.
@@ -336,35 +337,36 @@ def first_record(path: Path) -> Record | None:
             return _intact_record(file.readline())
 
 
-def entries_of(path: Path, kind: type[T]) -> Iterator[T]:
-    """Yield every intact record of a kind, in order; no records if the journal is missing."""
-    mark = f'"kind":"{kind_of(kind)}"'.encode()
+def records_of_type(path: Path, record_type: type[T]) -> Iterator[T]:
+    """Yield every intact record of a type, in order; no records if the journal is missing or cannot
+    be read."""
+    mark = f'"kind":"{record_name(record_type)}"'.encode()
     try:
         with open_regular(path) as file:
             for line in file:
                 record = _intact_record(line) if mark in line else None
-                if isinstance(record, kind):
+                if isinstance(record, record_type):
                     yield record
     except OSError:
         return
 
 
-def newest_record(path: Path, kind: type[T]) -> T | None:
-    """Return the newest intact record of a kind; the file may be missing.
+def newest_record(path: Path, record_type: type[T]) -> T | None:
+    """Return the newest intact record of a type; None if there is none or the file is missing.
 
     Raises:
         StorageFailed: The journal cannot be read.
     """
-    mark = f'"kind":"{kind_of(kind)}"'.encode()
+    mark = f'"kind":"{record_name(record_type)}"'.encode()
     for line in _lines_backwards(path):
         record = _intact_record(line + b"\n") if mark in line else None
-        if isinstance(record, kind):
+        if isinstance(record, record_type):
             return record
     return None
 
 
 def newest_commit(path: Path, step: int) -> Committed | None:
-    """Return the newest intact record that commits a step.
+    """Return the newest intact record that commits a step; None if there is none.
 
     Raises:
         StorageFailed: The journal cannot be read.
@@ -412,7 +414,7 @@ def newest_term(path: Path) -> int:
 
 
 def is_abandoned(path: Path) -> bool:
-    """Return whether an operator gave the run up, and it has not been continued since.
+    """Return whether an operator has given the run up, and no coordinator has continued it since.
 
     Raises:
         StorageFailed: The journal cannot be read.
@@ -426,7 +428,8 @@ def is_abandoned(path: Path) -> bool:
 
 
 def newest_scale(path: Path, before_step: int) -> tuple[int, float] | None:
-    """Return step and loss scale of the newest commit before a step that has a loss scale."""
+    """Return step and loss scale of the newest commit with a loss scale before `before_step`; None
+    without one."""
     for line in _lines_backwards(path):
         record = _intact_record(line + b"\n") if b'"loss_scale":' in line else None
         if not isinstance(record, Committed) or record.step >= before_step:
@@ -436,7 +439,7 @@ def newest_scale(path: Path, before_step: int) -> tuple[int, float] | None:
     return None
 
 
-def evaluations(path: Path, up_to: int) -> dict[int, dict[str, float]]:
+def read_evaluations(path: Path, up_to: int) -> dict[int, dict[str, float]]:
     """Return metrics by step, for steps up to `up_to` that were not rolled back.
 
     A bad line is skipped: the audit reports it.
@@ -501,9 +504,12 @@ class JournalTail:
         self._offset = 0
         self._rest = b""
 
-    def was_cut(self) -> bool:
-        """Return whether a restart has cut off lines that were read; `new_records` then restarts
-        from the first line."""
+    def restart_if_cut(self) -> bool:
+        """Restart from the first line if a coordinator's restart has cut off lines that were read.
+
+        Returns:
+            Whether lines were cut off.
+        """
         try:
             is_shorter = self._journal.stat().st_size < self._offset
         except FileNotFoundError:
@@ -512,8 +518,8 @@ class JournalTail:
             self._offset, self._rest = 0, b""
         return is_shorter
 
-    def new_records(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield time and record of each new line; blocks while it reads.
+    def read_new_records(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield time and record of each new line; blocks while it reads the file.
 
         A bad line is skipped: the audit reports it.
         """

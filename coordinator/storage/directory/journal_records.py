@@ -1,8 +1,8 @@
 """The records of a journal, and the articles of the EU AI Act that each record serves.
 
 Regulation (EU) 2024/1689: article 10 (data and data governance), 12 (record-keeping), 13
-(transparency), 15 (accuracy, robustness and cybersecurity). That a record serves an article states
-its purpose; the article may ask for more than keeping the record.
+(transparency), 15 (accuracy, robustness and cybersecurity). A record supports the articles that it
+lists; an article may ask for more than such records.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Resumed(Record):
 
 
 class Fault(Record):
-    """Something went wrong without stopping the run, and the response."""
+    """A fault that did not stop the run, and the response to it."""
 
     articles = (12, 15)
     purpose = "robustness: faults, and the response to each"
@@ -167,9 +167,13 @@ def read_record(document: Any) -> Record:
     return _READER.validate_json(canonical_json(document), strict=True)
 
 
-def kind_of(record: type[Record]) -> str:
-    """Return the name of a kind of record."""
-    return str(record.model_fields["kind"].default)
+def record_name(record_type: type[Record]) -> str:
+    """Return the name of a type of record, as in the key "kind" of its lines."""
+    return str(record_type.model_fields["kind"].default)
 
 
-_OLDER: Final = {kind_of(kind): kind.older_fields for kind in RECORDS if kind.older_fields}
+_OLDER: Final = {
+    record_name(record_type): record_type.older_fields
+    for record_type in RECORDS
+    if record_type.older_fields
+}

@@ -31,7 +31,7 @@ from pydantic import ValidationError
 
 from coordinator.disk.canonical_json import json_digest
 from coordinator.disk.durable_file import (
-    read_if_there,
+    read_if_exists,
     remove_temporaries,
     replace_file,
     storage_errors,
@@ -56,7 +56,7 @@ RESULT_REMEDY: Final = (
 
 @dataclass(frozen=True, slots=True)
 class StoredRun:
-    """The content of `run.json`; `document` is the spec as written."""
+    """The content of `run.json`; `document` is the run spec as JSON, unvalidated."""
 
     run_id: str
     spec: RunSpec
@@ -64,7 +64,7 @@ class StoredRun:
 
 
 class RunDirectory:
-    """Paths of a run's files; reads and writes the small files, which are replaced as a whole.
+    """The paths of a run's files; reads and writes the small files, each as a whole.
 
     Args:
         path: The directory; `begin` creates it.
@@ -106,7 +106,7 @@ class RunDirectory:
         return self.path / "replicas"
 
     def replica_state_file(self, step: int) -> Path:
-        """The per-replica state at the start of a round."""
+        """Return the file of the per-replica state at the start of a round."""
         return self.replicas / f"own-{step}"
 
     @property
@@ -193,7 +193,7 @@ class RunDirectory:
             StorageDamaged: The file is damaged.
             StorageFailed: The record cannot be read.
         """
-        content = read_if_there(self.admission_file)
+        content = read_if_exists(self.admission_file)
         try:
             return AdmissionRecord.model_validate_json(content) if content is not None else None
         except ValidationError as error:
@@ -212,7 +212,8 @@ class RunDirectory:
                 sync_directory(self.path)
 
     def _advice_for_existing_run(self, spec: RunSpec) -> str:
-        """Return advice for a directory that already has a run, perhaps of another run spec.
+        """Return the advice for the user whose directory already has a run, perhaps of another run
+        spec.
 
         Raises:
             StorageFailed: The directory cannot be read.
@@ -254,7 +255,7 @@ class RunDirectory:
             StorageDamaged: A run exists without that file, or has a file in place of a directory.
             StorageFailed: The file cannot be read.
         """
-        content = read_if_there(self.run_file)
+        content = read_if_exists(self.run_file)
         if content is not None:
             self._check_directories()
         with storage_errors("read", self.log):
@@ -295,7 +296,7 @@ class RunDirectory:
             StorageDamaged: The file is damaged.
             StorageFailed: The manifest cannot be read.
         """
-        content = read_if_there(self.manifest_file)
+        content = read_if_exists(self.manifest_file)
         try:
             return Manifest.from_bytes(content) if content is not None else None
         except MessageError as error:
@@ -309,7 +310,7 @@ class RunDirectory:
             StorageDamaged: The file is not JSON, or not a result of this run.
             StorageFailed: The file cannot be read.
         """
-        content, run = read_if_there(self.result_file), self.read_run()
+        content, run = read_if_exists(self.result_file), self.read_run()
         if content is None:
             return None
         try:
@@ -338,7 +339,8 @@ class RunDirectory:
 
 
 def is_intact(document: dict[str, Any]) -> bool:
-    """Return whether ID and spec in `run.json` are intact; older releases stored no digest."""
+    """Return whether ID and spec in `run.json` match its digest. Older releases stored no digest:
+    their files count as intact."""
     return document.get("blake3") in (None, _seal(document))
 
 

@@ -120,7 +120,7 @@ class GradientLog:
 
     @property
     def mode(self) -> LogMode:
-        """What the log keeps of later steps."""
+        """The mode of the current segment: whether it keeps averages, or only commits."""
         return self._mode
 
     def append_chunk(self, key: ChunkId, values: Array) -> None:
@@ -202,7 +202,7 @@ class GradientLog:
             raise
         old_file.close()
         # Chunks of the step in progress are rewritten here before the next record.
-        self._file.broken = bool(self._pending)
+        self._file.is_broken = bool(self._pending)
         self._sync_name()
         return self._file.path
 
@@ -225,7 +225,7 @@ class GradientLog:
                     path.unlink()
                     removed_files.append(path)
             finally:
-                self.index.forget(removed_files)
+                self.index.remove_segments(removed_files)
             if removed_files:
                 sync_directory(self._directory)
         return removed_files
@@ -275,7 +275,7 @@ class GradientLog:
     def _check_before_rewrite(self) -> None:
         """Check ownership before a rewrite: another coordinator may have read a commit in the part
         that is rewritten."""
-        if self._file.broken and self._guard is not None:
+        if self._file.is_broken and self._guard is not None:
             self._guard()
 
     def _write(self, kind: RecordKind, payload: list[memoryview]) -> None:

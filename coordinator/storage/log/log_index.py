@@ -130,7 +130,7 @@ class LogIndex:
             self.add_segment(segment)
 
     @property
-    def last(self) -> int | None:
+    def last_step(self) -> int | None:
         """The highest known step; None without steps."""
         if not self._segments:
             return None
@@ -149,11 +149,11 @@ class LogIndex:
         """Add a committed step, which ends at offset `end` of the newest segment."""
         self._segments[-1].ends.append(end)
 
-    def forget(self, paths: Sequence[Path]) -> None:
+    def remove_segments(self, paths: Sequence[Path]) -> None:
         """Remove segments from the index."""
         self._segments = [segment for segment in self._segments if segment.path not in paths]
 
-    def ranges(self) -> list[range]:
+    def step_ranges(self) -> list[range]:
         """Return the steps that have records, segment by segment."""
         return [
             range(segment.header.base_step, min(limit, segment.next_step))
@@ -161,7 +161,7 @@ class LogIndex:
         ]
 
     @property
-    def averages_from(self) -> int:
+    def first_step_with_averages(self) -> int:
         """The step from which all segments keep averages."""
         base = sys.maxsize
         for segment in reversed(self._segments):

@@ -55,7 +55,7 @@ class TornTail:
 
 @dataclass(frozen=True, slots=True)
 class LogScan:
-    """The content of a log: where its committed steps are, and its torn tails."""
+    """The content of a log: the index of its committed steps, and its torn tails."""
 
     index: LogIndex
     torn_tails: tuple[TornTail, ...]
@@ -63,7 +63,13 @@ class LogScan:
 
 @dataclass(slots=True)
 class _Segment(SegmentIndex):
-    """The content of one file, and how much of it is intact."""
+    """The committed steps of one file, and its torn tail.
+
+    Attributes:
+        intact_bytes: Length of the intact part.
+        size: Length of the file.
+        torn_reason: Why the bytes after the intact part do not count; empty if there are none.
+    """
 
     intact_bytes: int = 0
     size: int = 0
@@ -77,8 +83,8 @@ def scan_log(directory: Path, run_id: str, manifest: Manifest, *, repair: bool =
         directory: The directory of the log's segments; it may be empty.
         run_id: The run's ID.
         manifest: The run's manifest.
-        repair: TornTail off torn tails, remove temporary files, and make the rest durable. Only the
-            writer of the log may do this.
+        repair: Cut off torn tails, remove temporary files, and make the remaining data durable.
+            Only the writer of the log may do this.
 
     Raises:
         StorageDamaged: Committed steps are damaged; names file and offset.
@@ -106,7 +112,7 @@ def scan_log(directory: Path, run_id: str, manifest: Manifest, *, repair: bool =
         for tail in torn_tails:
             _truncate_segment(tail)
         for segment in segments:
-            _sync(segment, newest=segment is segments[-1])
+            _sync(segment, is_newest=segment is segments[-1])
     return LogScan(LogIndex(segments), tuple(torn_tails))
 
 
@@ -249,9 +255,9 @@ def _truncate_segment(tail: TornTail) -> None:
             os.close(fd)
 
 
-def _sync(segment: _Segment, *, newest: bool) -> None:
+def _sync(segment: _Segment, *, is_newest: bool) -> None:
     """Make the data of a killed coordinator durable: readable data may not be on disk yet."""
-    unsynced_offset = segment.newest_step_offset if newest else segment.intact_bytes
+    unsynced_offset = segment.newest_step_offset if is_newest else segment.intact_bytes
     with storage_errors("sync", segment.path):
         fd = os.open(segment.path, os.O_RDWR | os.O_CLOEXEC)
         try:

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from coordinator.disk.older_names import with_term
-from coordinator.run.outputs.restart import CommitRecord, Packed
+from coordinator.run.outputs.restart import CommitRecord, MsgpackRecord
 from protocol.base import limits
 from protocol.base.fields import Digest, Number, Small
 from protocol.wire.messages import AveragedGradient
@@ -47,7 +47,7 @@ _SEARCH_BYTES: Final = 1 * limits.MIB
 
 
 class RecordKind(IntEnum):
-    """The kinds of records."""
+    """The types of records, as numbered on disk."""
 
     HEADER = 1
     CHUNK = 2
@@ -55,10 +55,10 @@ class RecordKind(IntEnum):
 
 
 _KINDS: Final = {int(kind): kind for kind in RecordKind}
-T = TypeVar("T", bound=Packed)
+T = TypeVar("T", bound=MsgpackRecord)
 
 
-class SegmentHeader(Packed):
+class SegmentHeader(MsgpackRecord):
     """The first record of a segment.
 
     `base_step` is the number of steps committed before the segment. A segment overrides this and
@@ -194,7 +194,7 @@ def read_header(payload: bytes) -> SegmentHeader | None:
 
 
 def steps_after(fd: int, offset: int, size: int) -> Iterator[int]:
-    """Yield the steps of all intact records from an offset on, trying every byte as a start.
+    """Yield the step of every intact record from an offset on, wherever the record begins.
 
     Raises:
         OSError: The file cannot be read.
@@ -230,11 +230,11 @@ def _header_with_term(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _decode(
-    kind: type[T], payload: bytes, translate: Callable[[dict[str, Any]], dict[str, Any]]
+    record_type: type[T], payload: bytes, translate: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> T | None:
     try:
         fields = msgpack.unpackb(payload, raw=False, strict_map_key=True, use_list=False)
-        return kind.model_validate(translate(fields), strict=True)
+        return record_type.model_validate(translate(fields), strict=True)
     except (
         ValueError,
         TypeError,

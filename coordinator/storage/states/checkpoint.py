@@ -33,7 +33,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from coordinator.disk.artifacts import begin_model
+from coordinator.disk.artifacts import prepare_model_files
 from coordinator.disk.canonical_json import json_digest
 from coordinator.disk.durable_file import (
     TEMPORARY_SUFFIX,
@@ -214,14 +214,14 @@ def _read_info(path: Path) -> CheckpointInfo:
     return _read_sealed(path / INFO_FILE, "checkpoint", CheckpointInfo, _REMEDY)
 
 
-def _read_sealed(file: Path, key: str, kind: type[Document], remedy: str) -> Document:
-    """Read a JSON document that contains its own BLAKE3."""
+def _read_sealed(file: Path, key: str, model: type[Document], remedy: str) -> Document:
+    """Read a JSON file that has a document under `key`, and the document's BLAKE3."""
     if not file.exists():
         raise StorageDamaged(str(file), "", f"it is missing; {remedy}")
     try:
         with storage_errors("read", file):
             document = read_json(file)
-        content = kind.model_validate_json(json.dumps(with_term(document[key])), strict=True)
+        content = model.model_validate_json(json.dumps(with_term(document[key])), strict=True)
         is_intact = document["blake3"] == json_digest(document[key])
     except (ValueError, TypeError, KeyError):
         is_intact = False
@@ -301,7 +301,9 @@ def _parse_older(content: bytes) -> dict[str, float] | None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint if it exists; a partial checkpoint never has its name.
+    """Give a checkpoint, if it exists, a temporary name: `remove_temporaries` then removes it.
+
+    So no partial checkpoint ever has the name of a checkpoint.
 
     Raises:
         StorageFailed: A write failed.
@@ -339,7 +341,7 @@ def _write_files(
         for tensor, values in part.by_tensor(manifest.blocks[part.block])
     }
     with ExitStack() as stack:
-        new_files = begin_model(stack, path, manifest, replica.tensors())
+        new_files = prepare_model_files(stack, path, manifest, replica.tensors())
         new_files[STATE_FILE] = stack.enter_context(NewFile(path / STATE_FILE))
         new_files[STATE_FILE].write(safetensors_pieces(moments, {"step": str(replica.step)}))
         on_state_written()
@@ -350,7 +352,8 @@ def _write_files(
 
 
 def _file_digests(path: Path, files: Sequence[Path]) -> dict[str, str]:
-    """Return the BLAKE3 of every file in a checkpoint, except files without state."""
+    """Return the BLAKE3 of every file in a checkpoint, by its path within the checkpoint, except
+    `checkpoint.json` and `metrics.json`."""
     digests: dict[str, str] = {}
     for file in files:
         name = file.relative_to(path).as_posix()

@@ -59,13 +59,13 @@ class CheckpointState:
         self.step, self.optimizer_step = checkpoint.info.step, checkpoint.info.optimizer_step
         self._blocks, self._export = manifest.blocks, manifest.export
         self._kinds = state_kinds(optimizer)
-        """Missed updates are stored only if there are any."""
         if self.optimizer_step > self.step:
             raise StorageDamaged(str(checkpoint.path), "", "it counts more updates than steps")
         weights = checkpoint.path / self._export.directory / self._export.weights_file
         with ExitStack() as stack:
             self._parameters = stack.enter_context(SafetensorsFile(weights))
             self._moments = stack.enter_context(SafetensorsFile(checkpoint.path / STATE_FILE))
+            # Missed updates are stored only if there are any.
             if any(name.startswith(f"{MISSED_UPDATES}/") for name in self._moments.shapes):
                 self._kinds = (*self._kinds, MISSED_UPDATES)
             self._check(checkpoint)

@@ -9,9 +9,9 @@ In `replicas/` of the run's directory:
                         saves work but decides no bit, so a restart does not need it
 
 Nothing in an `own` file is trusted: the BLAKE3 of its digests must equal `own_digest` in the commit
-that leads to the round, in log and journal. Before the first round there is no per-replica state:
-the file is empty, and the digest is `EMPTY_DIGEST`. Files of the last rounds and of every
-checkpoint are kept, since a restart may roll back to them.
+that leads to the round, in log and journal. Before the first round there is no per-replica state,
+and the digest is `EMPTY_DIGEST`. Files of the last rounds and of every checkpoint are kept, since a
+restart may roll back to them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from protocol.wire.messages import InnerCheckpointChunk, InnerStateRequest
 
 EMPTY_DIGEST: Final = blake3().hexdigest()
 DIGEST_BYTES: Final = 32
-_OWN: Final = re.compile(r"own-(\d{1,18})")
+_STATE_FILE_NAME: Final = re.compile(r"own-(\d{1,18})")
 ROUNDS_KEPT: Final = 4
 """Number of newest rounds whose state is always kept: a checkpoint may be in progress."""
 
@@ -59,7 +59,7 @@ class _InnerCheckpoint:
 
 
 class ReplicaStates:
-    """The per-replica state of one run; all methods are called in one thread.
+    """The per-replica state of one run. All methods must be called in one thread.
 
     Args:
         directory: Directory of the run.
@@ -146,7 +146,7 @@ class ReplicaStates:
         for piece in content:
             pieces.append(piece.data)
             if sum(map(len, pieces)) == self._state_bytes:
-                digests.append(digest_of(pieces))
+                digests.append(state_digest_of(pieces))
                 yield memoryview(digests[-1])
                 yield from pieces
                 pieces = []
@@ -198,7 +198,7 @@ class ReplicaStates:
             temporary.replace(path)
             self._complete[replica] = _InnerCheckpoint(position, digest)
 
-    def answer(self, request: InnerStateRequest) -> tuple[int, Iterator[bytes]]:
+    def read_inner_state(self, request: InnerStateRequest) -> tuple[int, Iterator[bytes]]:
         """Return the state from which a worker continues an inner phase.
 
         Returns:
@@ -268,7 +268,7 @@ def _zeros(length: int) -> Iterator[bytes]:
 
 def replica_state_steps(path: Path) -> list[int]:
     """Return the rounds whose per-replica state is on disk, ascending."""
-    matches = (_OWN.fullmatch(entry.name) for entry in path.glob("own-*"))
+    matches = (_STATE_FILE_NAME.fullmatch(entry.name) for entry in path.glob("own-*"))
     return sorted(int(match[1]) for match in matches if match is not None)
 
 
@@ -338,7 +338,7 @@ def state_fault(path: Path, lengths: Sequence[int], recorded_digest: str | None)
         state = next(content)
         content.close()
         if state != digest:
-            return f"its part of replica {replica} does not match its digest"
+            return f"the state of replica {replica} does not match its digest"
     return ""
 
 
@@ -421,7 +421,7 @@ def _pieces(file: BinaryIO, start: int, length: int) -> Generator[bytes]:
         yield piece
 
 
-def digest_of(pieces: Sequence[memoryview]) -> bytes:
+def state_digest_of(pieces: Sequence[memoryview]) -> bytes:
     """Return the digest of one replica's state, in pieces."""
     hasher = blake3()
     for piece in pieces:

@@ -20,7 +20,7 @@ from protocol.spec.sections.checkpoint import CheckpointSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Pruned:
+class PruneResult:
     """The result of pruning: steps of checkpoints, and the first step that the log must keep."""
 
     kept_steps: tuple[int, ...]
@@ -57,13 +57,13 @@ def best_step(root: Path, retention: CheckpointSpec) -> int | None:
     return best.pop() if len(best) == 1 else None
 
 
-def prune(
+def prune_checkpoints(
     root: Path,
     run_id: str,
     manifest: Manifest,
     retention: CheckpointSpec,
     except_step: int | None = None,
-) -> Pruned:
+) -> PruneResult:
     """Remove the checkpoints that the retention does not keep, except that of `except_step`.
 
     The newest intact checkpoint (every file matches its hash) is always kept. Without an intact
@@ -75,7 +75,7 @@ def prune(
     steps = checkpoint_steps(root)
     intact = next((s for s in reversed(steps) if _is_intact(root, s, run_id, manifest)), None)
     if intact is None:
-        return Pruned(tuple(steps), (), None)
+        return PruneResult(tuple(steps), (), None)
     keep = {intact, *steps[-retention.keep_last :]} | best_steps(root, retention, steps)
     if retention.keep_log:
         keep.add(steps[0])  # the log starts there
@@ -83,7 +83,9 @@ def prune(
     for step in removed_steps:
         remove_checkpoint(checkpoint_path(root, step))
     remove_temporaries(root)
-    return Pruned(tuple(s for s in steps if s not in removed_steps), tuple(removed_steps), intact)
+    return PruneResult(
+        tuple(s for s in steps if s not in removed_steps), tuple(removed_steps), intact
+    )
 
 
 def _is_intact(root: Path, step: int, run_id: str, manifest: Manifest) -> bool:

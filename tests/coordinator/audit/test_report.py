@@ -20,7 +20,7 @@ from coordinator.storage.directory.journal_records import (
     CommandReceived,
     Fault,
     Resumed,
-    kind_of,
+    record_name,
 )
 from protocol.base.errors import UsageError
 from tests.commands import run_command
@@ -92,7 +92,7 @@ def test_page_summarizes_the_run(tmp_path):
     ):  # fmt: skip
         assert part in page.text, part
     for record_type in RECORDS:
-        assert kind_of(record_type) in page.text
+        assert record_name(record_type) in page.text
         assert record_type.purpose in page.text
     assert page.tags.count("figure") == 6
     for title in ("Loss", "Gradient norm", "Learning rate", "Time of a step", "Workers"):

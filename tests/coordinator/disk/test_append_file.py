@@ -45,7 +45,7 @@ def test_large_writes_are_flushed_early_and_once(tmp_path, advice_ranges):
     with contextlib.suppress(ZeroDivisionError), file.use("append to"):
         file.write([memoryview(b"lost" * 50)])
         raise ZeroDivisionError
-    assert file.broken
+    assert file.is_broken
     with file.use("append to"):  # unconfirmed bytes are written again
         file.write([memoryview(b"more")])
     assert advice_ranges[2:] == [(376, 200), (376, 150)]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.disk.durable_file import (
-    read_if_there,
+    read_if_exists,
     remove_temporaries,
     replace_file,
     storage_errors,
@@ -120,7 +120,7 @@ def test_only_temporary_files_are_removed(tmp_path):
 
 def test_invalid_file_name_is_a_usage_error(tmp_path):
     with pytest.raises(UsageError, match=r"^expected a name that a file can have, .* too long$"):
-        read_if_there(tmp_path / ("x" * 300) / "run.json")
+        read_if_exists(tmp_path / ("x" * 300) / "run.json")
 
 
 def test_output_path_is_written_in_place(tmp_path):

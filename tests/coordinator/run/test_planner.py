@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.run.planner import balance, divide, makespan_ms, shares, spread, subtrees_for
+from coordinator.run.planner import (
+    busy_share,
+    divide,
+    fastest_division,
+    makespan_ms,
+    spread_subtrees,
+    subtrees_for,
+)
 from protocol.exact.reduction.tree import Subtree, cover, is_subtree
 
 speeds = st.dictionaries(
@@ -26,7 +33,7 @@ def divisions(microbatches, names):
 
 @given(st.integers(1, 8), speeds)
 def test_no_division_finishes_earlier(microbatches, ms_by_worker):
-    division = shares(microbatches, ms_by_worker)
+    division = fastest_division(microbatches, ms_by_worker)
     assert division.keys() == ms_by_worker.keys()
     assert sum(division.values()) == microbatches
     best = min(
@@ -56,7 +63,7 @@ def test_division_is_kept_while_it_is_within_ten_percent_of_the_best(
         st.sampled_from(list(itertools.islice(divisions(microbatches, sorted(ms_by_worker)), 200)))
     )
     division = divide(microbatches, ms_by_worker, previous)
-    best = shares(microbatches, ms_by_worker)
+    best = fastest_division(microbatches, ms_by_worker)
     if makespan_ms(best, ms_by_worker) < 0.9 * makespan_ms(previous, ms_by_worker):
         assert division == best
     else:
@@ -98,7 +105,7 @@ def test_equal_shares_of_a_power_of_two_are_one_subtree_each():
 @given(st.integers(1, 64), speeds, st.data())
 def test_spread_covers_the_lost_microbatches(microbatches, ms_by_worker, data):
     lost_microbatches = sorted(data.draw(st.sets(st.integers(0, microbatches - 1), min_size=1)))
-    planned = spread(cover(lost_microbatches, microbatches), microbatches, ms_by_worker)
+    planned = spread_subtrees(cover(lost_microbatches, microbatches), microbatches, ms_by_worker)
     assert planned.keys() <= ms_by_worker.keys()
     leaves = [
         leaf for subtrees in planned.values() for subtree in subtrees for leaf in range(*subtree)
@@ -108,6 +115,6 @@ def test_spread_covers_the_lost_microbatches(microbatches, ms_by_worker, data):
 
 
 def test_balance_is_one_when_all_workers_finish_together():
-    assert balance({"a": 4, "b": 2}, {"a": 1.0, "b": 2.0}) == 1.0
-    assert balance({"a": 4, "b": 0}, {"a": 1.0, "b": None}) == 0.5
-    assert balance({"a": 0}, {"a": 1.0}) == 1.0
+    assert busy_share({"a": 4, "b": 2}, {"a": 1.0, "b": 2.0}) == 1.0
+    assert busy_share({"a": 4, "b": 0}, {"a": 1.0, "b": None}) == 0.5
+    assert busy_share({"a": 0}, {"a": 1.0}) == 1.0

@@ -114,7 +114,9 @@ def test_many_scattered_subtrees_are_sent_in_several_messages():
     assert progress.round is not None
     progress.round.shares.clear()
     for leaf in range(0, 300, 2):
-        progress.round.assign("gone", (type(progress.round.unassigned()[0])(leaf, leaf + 1),))
+        progress.round.assign(
+            "gone", (type(progress.round.unassigned_subtrees()[0])(leaf, leaf + 1),)
+        )
     actions = progress.reassign()
     kinds = [type(a.message) for a in actions if isinstance(a, Send)]
     assert kinds == [StepPlan, Assign, Assign]
@@ -223,9 +225,9 @@ def test_lost_unproven_worker_restarts_the_step():
 def test_unlike_numerics_profiles_make_the_run_mixed():
     progress, members = started_progress("ann", "bob")
     progress.begin()
-    assert not progress.mixed
+    assert not progress.is_mixed
     bob = members.get("bob")
     assert bob is not None
     bob.numerics_profile = "another"
     progress.begin()
-    assert progress.mixed
+    assert progress.is_mixed

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from coordinator.run.evaluation import Stopping
+from coordinator.run.evaluation import EarlyStopping
 from protocol.spec.sections.checkpoint import StopSpec
 
 LOSSES = [3.0, 2.0, 2.5, 1.9, 1.95, math.nan, 1.9, 1.0]
@@ -15,7 +15,7 @@ LOSSES = [3.0, 2.0, 2.5, 1.9, 1.95, math.nan, 1.9, 1.0]
 def stop_of(spec: StopSpec, values: list[float], restart: int = 0) -> tuple[int, str]:
     """Return the step after which the run stops, and the reason; each step has an evaluation."""
     metrics = {step: {"loss": value} for step, value in enumerate(values[:restart], start=1)}
-    stopping = Stopping(spec, metrics)
+    stopping = EarlyStopping(spec, metrics)
     for step, value in enumerate(values, start=1):
         if step >= max(1, restart) and (reason := stopping.add_metrics(step, {"loss": value})):
             return step, reason
@@ -49,7 +49,7 @@ def test_best_value_may_be_the_baseline_as_in_transformers():
 
 
 def test_higher_is_better_option():
-    stopping = Stopping(StopSpec(figure="f1", better="higher", patience=2), {})
+    stopping = EarlyStopping(StopSpec(figure="f1", better="higher", patience=2), {})
     assert not stopping.add_metrics(5, {"f1": 0.5})
     assert stopping.is_best(5)
     assert not stopping.add_metrics(10, {"f1": 0.4})
@@ -58,5 +58,5 @@ def test_higher_is_better_option():
 
 
 def test_run_without_a_stop_metric_never_stops():
-    assert Stopping(None, {}).add_metrics(5, {"loss": 1.0}) == ""
-    assert not Stopping(None, {}).is_best(5)
+    assert EarlyStopping(None, {}).add_metrics(5, {"loss": 1.0}) == ""
+    assert not EarlyStopping(None, {}).is_best(5)

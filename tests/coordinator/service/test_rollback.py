@@ -168,7 +168,7 @@ def test_segment_beyond_the_checkpoint_is_truncated_and_set_aside(tmp_path):
     assert (run.directory.set_aside / "term-000002" / "log" / segment.name).read_bytes() == content
     recovery = recover(run.directory)
     assert recovery is not None
-    assert (recovery.step, recovery.index.last, recovery.notes) == (3, 2, ())
+    assert (recovery.step, recovery.index.last_step, recovery.notes) == (3, 2, ())
     assert recovery.load_replica().state_digest() == state_digest
     # The rest of the segment would count again if only the newer segment were set aside.
     run.term, run.replica = 2, recovery.load_replica()
@@ -178,7 +178,7 @@ def test_segment_beyond_the_checkpoint_is_truncated_and_set_aside(tmp_path):
     roll_back(run.directory, 0, 3)
     recovery = recover(run.directory)
     assert recovery is not None
-    assert (recovery.step, recovery.index.last) == (0, None)
+    assert (recovery.step, recovery.index.last_step) == (0, None)
 
 
 @pytest.mark.parametrize(

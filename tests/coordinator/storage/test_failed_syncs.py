@@ -76,7 +76,7 @@ def test_commit_found_by_a_restart_survives_a_power_failure(disk, tmp_path, earl
     fail_sync(disk, "*/log/*", lambda: log.commit(record_of(earlier_steps, earlier_steps + 1)))
     log.close()
     scan_result = scan_log(directory, RUN_ID, MANIFEST, repair=True)
-    assert scan_result.index.last == earlier_steps
+    assert scan_result.index.last_step == earlier_steps
     open_log(directory, term=2, next_step=earlier_steps + 1, index=scan_result.index).close()
     disk.lose_power(LosesUnsyncedData())
     assert logged_steps(directory) == list(range(earlier_steps + 1))

@@ -49,7 +49,7 @@ async def test_journal_is_durable_before_a_checkpoint_replaces_the_log(directory
     """Otherwise a restart from the checkpoint could not find the lines that the journal lacks."""
     storage, failures = begin(directory)
     monkeypatch.setattr(storage, "_unsynced", True)  # the periodic sync has not run yet
-    storage.record([CommandReceived(term=1, step=0, command="halt")])
+    storage.append_records([CommandReceived(term=1, step=0, command="halt")])
     journal_records: list[Record] = []
 
     def record_journal(*arguments, **options):
@@ -57,11 +57,11 @@ async def test_journal_is_durable_before_a_checkpoint_replaces_the_log(directory
         return write_checkpoint(*arguments, **options)
 
     monkeypatch.setattr(run_storage, "write_checkpoint", record_journal)
-    await storage.save(initial_replica(), ())
+    await storage.save_checkpoint(initial_replica(), ())
     await storage.close()
     assert journal_records == [CommandReceived(term=1, step=0, command="halt")]
     assert failures == []
-    assert Journal(directory.journal).lines == 1
+    assert Journal(directory.journal).line_count == 1
 
 
 async def test_commit_with_failed_sync_is_not_read(directory, monkeypatch):
@@ -74,22 +74,22 @@ async def test_commit_with_failed_sync_is_not_read(directory, monkeypatch):
     monkeypatch.setattr(os, "fdatasync", _raise_io_error)
     with pytest.raises(StorageFailed):
         await storage.commit(record_of(1, 2))
-    assert [logged_step.step for logged_step in await storage.logged(0)] == [0]
+    assert [logged_step.step for logged_step in await storage.read_logged_steps(0)] == [0]
     monkeypatch.undo()
     await storage.commit(record_of(1, 2))
-    assert [logged_step.step for logged_step in await storage.logged(0)] == [0, 1]
+    assert [logged_step.step for logged_step in await storage.read_logged_steps(0)] == [0, 1]
     await storage.close()
 
 
 async def test_checkpoint_is_not_removed_while_it_is_copied(directory):
     storage, failures = begin(directory)
     replica, losses = initial_replica(), [float("nan")] * 4
-    await storage.save(replica, ())
-    async with storage.holding_newest() as newest:
+    await storage.save_checkpoint(replica, ())
+    async with storage.hold_newest_checkpoint() as newest:
         for step in range(4):
             await storage.commit(record := record_of(step, 0, skip=True))
             apply_logged_step(replica, record, [])
-            await storage.save(replica, losses[: step + 1])
+            await storage.save_checkpoint(replica, losses[: step + 1])
         assert checkpoint_steps(directory.checkpoints) == [newest, 3, 4]
     await storage.close()
     assert failures == []
@@ -141,13 +141,13 @@ async def test_lines_wait_for_a_journal_that_cannot_be_opened(directory, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", _raise_io_error)
         storage.begin_journal(lambda: [first])
-        storage.record([later_command])
+        storage.append_records([later_command])
         await storage._do("journal", lambda: None)
     assert [type(failure) for failure in failures] == [StorageFailed] * len(failures)
     assert failures
     end = CommandReceived(term=1, step=0, command="continue")
     await storage.end_journal(end)
-    storage.record([later_command])  # no line follows the last one
+    storage.append_records([later_command])  # no line follows the last one
     await storage.close()
     records = [entry.record for entry in read_journal(directory.journal)]
     assert [each for each in records if not isinstance(each, FileDigests)] == [
@@ -159,9 +159,9 @@ async def test_lines_wait_for_a_journal_that_cannot_be_opened(directory, monkeyp
 
 async def test_metrics_are_written_with_a_later_checkpoint(directory):
     storage, _ = begin(directory)
-    storage.keep_metrics(0, initial_replica().state_digest(), {"accuracy": 0.5})
-    storage.record([CommandReceived(term=1, step=0, command="checkpoint")])
-    await storage.save(initial_replica(), ())
+    storage.save_metrics(0, initial_replica().state_digest(), {"accuracy": 0.5})
+    storage.append_records([CommandReceived(term=1, step=0, command="checkpoint")])
+    await storage.save_checkpoint(initial_replica(), ())
     await storage.close()
     metrics = read_metrics(directory.checkpoints, 0)
     assert metrics is not None
@@ -171,7 +171,7 @@ async def test_metrics_are_written_with_a_later_checkpoint(directory):
 async def test_averages_are_kept_for_the_next_joiner_after_a_disk_failure(directory, monkeypatch):
     """Otherwise a joiner could not get from a checkpoint to the current state."""
     storage, _ = begin(directory, SPEC.model_copy(update={"log": "checkpoint"}))
-    await storage.roll()
+    await storage.roll_log()
     is_failing = iter([True])
     fsync = os.fsync
 
@@ -179,12 +179,12 @@ async def test_averages_are_kept_for_the_next_joiner_after_a_disk_failure(direct
         return _raise_io_error(fd) if next(is_failing, False) else fsync(fd)
 
     monkeypatch.setattr(os, "fsync", fail_once)
-    first = asyncio.ensure_future(storage.joining().__aenter__())
+    first = asyncio.ensure_future(storage.hold_averages().__aenter__())
     await asyncio.sleep(0)  # lets it make its request
-    async with storage.joining():
+    async with storage.hold_averages():
         with pytest.raises(StorageFailed):
             await first
-        assert await storage.averages_from() == 0
+        assert await storage.first_step_with_averages() == 0
     await storage.close()
 
 
@@ -193,15 +193,15 @@ async def test_log_is_kept_for_a_joiner_for_a_limited_time(directory, monkeypatc
     monkeypatch.setattr(limits, "REPLAY_BYTES", 0)  # size of a state: the averages of three steps
     storage, failures = begin(directory)
     replica, losses = initial_replica(), [float("nan")] * 9
-    async with storage.joining() as joiner:
-        await storage.save(replica, ())
+    async with storage.hold_averages() as joiner:
+        await storage.save_checkpoint(replica, ())
         joiner.move_to(0)
         for step in range(7):
             await storage.commit(record := record_of(step, 0, skip=True))
             apply_logged_step(replica, record, [])
-            await storage.roll()
-            await storage.save(replica, losses[: step + 1])
-            first = [logged_step.step for logged_step in await storage.logged(0)][:1]
+            await storage.roll_log()
+            await storage.save_checkpoint(replica, losses[: step + 1])
+            first = [logged_step.step for logged_step in await storage.read_logged_steps(0)][:1]
             assert (first, joiner.is_dropped) == (([], True) if step == 6 else ([0], False))
         joiner.move_to(6)
         assert not joiner.is_dropped
@@ -212,9 +212,9 @@ async def test_log_is_kept_for_a_joiner_for_a_limited_time(directory, monkeypatc
 async def test_checkpoint_written_after_later_metrics_has_its_own(directory):
     """Otherwise the speed of the disk would decide which state is best."""
     storage, _ = begin(directory)
-    storage.keep_metrics(0, initial_replica().state_digest(), {"accuracy": 0.5})
-    storage.keep_metrics(2, "d" * 64, {"accuracy": 0.25})
-    await storage.save(initial_replica(), ())
+    storage.save_metrics(0, initial_replica().state_digest(), {"accuracy": 0.5})
+    storage.save_metrics(2, "d" * 64, {"accuracy": 0.25})
+    await storage.save_checkpoint(initial_replica(), ())
     await storage.close()
     metrics = read_metrics(directory.checkpoints, 0)
     assert metrics is not None

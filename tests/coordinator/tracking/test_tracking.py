@@ -39,7 +39,7 @@ def write_run(directory: Path, steps: int, *, is_ended: bool = False) -> Path:
     if not directory.exists():
         run_directory.begin("scripted-1", parse_run_spec({"task": "scripted", "steps": steps}))
     journal = Journal(run_directory.journal)
-    for step in range(journal.lines, steps):
+    for step in range(journal.line_count, steps):
         journal.append(
             Committed(
                 term=1,

@@ -9,7 +9,7 @@ import pytest
 
 from backends.base.interface import BlockGradient
 from backends.scripted import ScriptedBackend, ScriptedProgram
-from coordinator.run.exchange.double_check import Differing, choose_double
+from coordinator.run.exchange.double_check import ResultMismatch, choose_double_check
 from coordinator.run.exchange.round import Round
 from protocol.exact.reduction.tree import Subtree
 from protocol.spec.manifest import Block, TensorSpec
@@ -29,15 +29,17 @@ PROFILES = {"ann": "s", "bob": "s", "eve": "other"}
 
 def test_double_checks_are_drawn_within_a_numerics_profile():
     steps = 5_000
-    choices = [choose_double(7, step, 50, SUBTREES, PROFILES) for step in range(steps)]
+    choices = [choose_double_check(7, step, 50, SUBTREES, PROFILES) for step in range(steps)]
     doubles = Counter(double for double in choices if double is not None)
     assert 0.5 * steps / 50 < doubles.total() < 1.5 * steps / 50
     assert doubles.keys() == {("ann", "bob", Subtree(4, 6)), ("bob", "ann", Subtree(6, 7))}
-    assert all(choose_double(7, step, 0, SUBTREES, PROFILES) is None for step in range(300))
-    assert all(choose_double(7, step, 50, SUBTREES, PROFILES, always=True) for step in range(9))
-    assert choose_double(7, 1, 0, SUBTREES, PROFILES, always=True) is None
+    assert all(choose_double_check(7, step, 0, SUBTREES, PROFILES) is None for step in range(300))
+    assert all(
+        choose_double_check(7, step, 50, SUBTREES, PROFILES, always=True) for step in range(9)
+    )
+    assert choose_double_check(7, 1, 0, SUBTREES, PROFILES, always=True) is None
     profiles = {"ann": "s", "eve": "other"}
-    assert all(choose_double(7, step, 1, SUBTREES, profiles) is None for step in range(9))
+    assert all(choose_double_check(7, step, 1, SUBTREES, profiles) is None for step in range(9))
 
 
 def round_with_double_check(signatures=("s", "s"), *, awaited=True):
@@ -81,7 +83,7 @@ def test_different_answers_name_both_workers_block_and_subtree(awaited):
     round_ = round_with_double_check(awaited=awaited)
     deliver(round_, "ann", 0)
     outcome = deliver(round_, "bob", 0, (1, 2, 3.0000002))
-    assert outcome == Differing(("bob", "ann"), "gradients in block 'layer'", Subtree(0, 1))
+    assert outcome == ResultMismatch(("bob", "ann"), "gradients in block 'layer'", Subtree(0, 1))
     assert "workers 'ann' and 'bob' have the same numerics profile" in str(outcome)
     assert "block 'layer' for microbatches [0,1)" in str(outcome)
 

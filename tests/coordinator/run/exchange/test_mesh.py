@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from coordinator.run.exchange.mesh import Mesh, _shares
+from coordinator.run.exchange.mesh import Mesh, _equal_time_shares
 from protocol.base.errors import MessageError
 from protocol.spec.manifest import Block, TensorSpec
 from protocol.spec.sections.exchange import ExchangeSpec
@@ -147,11 +147,11 @@ def test_scribe_runs_on_the_coordinator_s_machine():
 
 
 def test_slow_link_owns_nothing_and_fast_links_own_equal_parts():
-    assert _shares([60.0, 1000.0, 900.0, 1100.0])[0] == 0
-    fast_shares = _shares([60.0, 1000.0, 900.0, 1100.0])[1:]
+    assert _equal_time_shares([60.0, 1000.0, 900.0, 1100.0])[0] == 0
+    fast_shares = _equal_time_shares([60.0, 1000.0, 900.0, 1100.0])[1:]
     assert max(fast_shares) == pytest.approx(min(fast_shares))
     assert sum(fast_shares) == pytest.approx(1.0)
-    assert _shares([100.0] * 4) == pytest.approx([0.25] * 4)
+    assert _equal_time_shares([100.0] * 4) == pytest.approx([0.25] * 4)
 
 
 def test_auto_chooses_by_measurements():
@@ -211,9 +211,9 @@ def test_either_workers_or_the_coordinator_own_all_chunks():
                     peer_mesh.reassign_owner(name)
                 case _:
                     open_mesh(peer_mesh, name)
-                    link_all(peer_mesh, *peer_mesh._offers)
+                    link_all(peer_mesh, *peer_mesh._endpoints)
             table = (
-                peer_mesh.choose_table([*peer_mesh._offers], step)
+                peer_mesh.choose_table([*peer_mesh._endpoints], step)
                 if rng.random() < 0.5
                 else peer_mesh.table
             )

@@ -6,7 +6,7 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.run.exchange.round import Round, summary_of
+from coordinator.run.exchange.round import Round, summarize_block
 from protocol.base import limits
 from protocol.base.errors import OutOfOrder
 from protocol.exact.digest import weights_digest
@@ -265,7 +265,7 @@ def test_worker_losses_within_the_step_change_no_bit(data):
     exchange = data.draw(EXCHANGES)
     round_ = Round(BLOCKS, microbatches, 1, 0, 0, exchange=exchange.codecs)
     for assignment in range(20):
-        orphans = round_.unassigned()
+        orphans = round_.unassigned_subtrees()
         if not orphans:
             break
         worker = f"w{assignment}"
@@ -388,9 +388,9 @@ def test_block_is_averaged_when_complete():
     assert not round_.is_complete
     assert round_.unfinished("bob") == (Subtree(2, 4),)
     assert round_.unfinished("ann") == ()
-    assert round_.unassigned() == ()
+    assert round_.unassigned_subtrees() == ()
     round_.lose("bob", is_proven=True)
-    assert round_.unassigned() == (Subtree(2, 4),)
+    assert round_.unassigned_subtrees() == (Subtree(2, 4),)
 
 
 def test_unproven_worker_taints_the_round():
@@ -451,7 +451,7 @@ def test_round_waits_for_summaries_from_another_thread(monkeypatch):
     assert not round_.is_complete
     for request in requests:
         round_.take_summaries(
-            {n: summary_of(*averages) for n, averages in request.averages.items()}
+            {n: summarize_block(*averages) for n, averages in request.averages.items()}
         )
     assert_equals_the_tree_sum(round_, 1, FLOAT32)
 

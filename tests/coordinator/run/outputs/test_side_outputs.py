@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from coordinator.run.exchange.double_check import Differing
+from coordinator.run.exchange.double_check import ResultMismatch
 from coordinator.run.exchange.round import Round
 from coordinator.run.outputs.side_outputs import SideOutputs
 from protocol.base import limits
@@ -95,7 +95,7 @@ def test_incomplete_subtree_of_a_lost_worker_counts_once():
     for message, content in chunks_of(Subtree(0, 2))[:4]:
         round_.take_side_output("ann", message, content)
     round_.lose("ann", is_proven=True)
-    assert round_.unassigned() == (Subtree(0, 2),)
+    assert round_.unassigned_subtrees() == (Subtree(0, 2),)
     round_.assign("bob", (Subtree(0, 2),))
     deliver(round_, "bob", Subtree(0, 2))
     deliver(round_, "bob", Subtree(2, 4))
@@ -108,7 +108,7 @@ def test_different_logits_of_one_numerics_profile_name_both_workers():
     deliver(round_, "ann", Subtree(0, 1))
     message, content = chunks_of(Subtree(0, 1))[1]
     difference = round_.take_side_output("bob", message, content + np.uint8(1))
-    assert difference == Differing(("bob", "ann"), "logits", Subtree(0, 1))
+    assert difference == ResultMismatch(("bob", "ann"), "logits", Subtree(0, 1))
     assert "different logits" in str(difference)
 
 

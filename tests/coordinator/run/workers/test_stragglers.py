@@ -22,9 +22,9 @@ CHUNK_ELEMENTS: Final = limits.SMALL_CHUNK_ELEMENTS
 def test_silence_counts_only_while_work_is_due():
     leases = Leases()
     assert leases.silent_ms("ann") is None
-    leases.sign("ann")
+    leases.renew("ann")
     assert leases.silent_ms("ann") == 0
-    assert not leases.is_over("bob", 0.0)
+    assert not leases.has_expired("bob", 0.0)
 
 
 class TwoWorkerStep:

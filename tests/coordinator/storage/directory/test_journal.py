@@ -34,8 +34,8 @@ from coordinator.storage.directory.journal_records import (
     Resumed,
     RunStarted,
     SpecChanged,
-    kind_of,
     read_record,
+    record_name,
 )
 from protocol.base.errors import RunFailed, StorageDamaged, StorageFailed
 from tests.durable_run import read_journal, small_disk
@@ -99,7 +99,7 @@ def records(path):
 
 def test_every_record_kind_has_an_example_and_names_its_articles():
     assert {type(record) for record in EXAMPLES} == set(RECORDS)
-    assert len({kind_of(kind) for kind in RECORDS}) == len(RECORDS)
+    assert len({record_name(kind) for kind in RECORDS}) == len(RECORDS)
     for kind in RECORDS:
         assert set(kind.articles) <= {10, 12, 13, 15}
         assert kind.articles
@@ -176,7 +176,7 @@ def test_end_of_a_long_journal_is_found_without_a_full_read(tmp_path, monkeypatc
     write(path, [EXAMPLES] * 30)
     monkeypatch.setattr("coordinator.storage.directory.journal._TAIL_BYTES", 64)
     journal = Journal(path)
-    assert (journal.lines, journal.cut_bytes) == (30 * len(EXAMPLES), 0)
+    assert (journal.line_count, journal.cut_bytes) == (30 * len(EXAMPLES), 0)
     assert journal.head == verify_journal(path).head
 
 
@@ -276,7 +276,7 @@ def test_damage_within_the_last_batch_is_cut_and_before_it_is_refused(tmp_path):
             path.write_bytes(content[:offset] + b"\0" + content[offset + 1 :])
             if number > len(lines) - len(in_batches()[-1]):
                 journal = Journal(path)
-                assert journal.lines == number - 1
+                assert journal.line_count == number - 1
                 journal.close()
             else:
                 with pytest.raises(StorageDamaged, match=f"line {number}"):
@@ -288,7 +288,7 @@ def test_journal_without_a_complete_line_starts_over(tmp_path):
     path = tmp_path / "j"
     path.write_bytes(b'{"batch":1,')
     journal = Journal(path)
-    assert (journal.cut_bytes, journal.head, journal.lines) == (11, NO_HASH, 0)
+    assert (journal.cut_bytes, journal.head, journal.line_count) == (11, NO_HASH, 0)
     journal.append(EXAMPLES[0])
     journal.sync()
     assert records(path) == EXAMPLES[:1]

@@ -19,7 +19,7 @@ from coordinator.storage.states.checkpoint import (
     write_metrics,
 )
 from coordinator.storage.states.checkpoint_state import CheckpointState, StatePiece, load_replica
-from coordinator.storage.states.retention import prune
+from coordinator.storage.states.retention import prune_checkpoints
 from protocol.base.errors import Mismatch, StorageDamaged, StorageFailed
 from protocol.exact.reduction.absent import mark_absent
 from protocol.exact.replica import Replica
@@ -246,7 +246,7 @@ def test_full_disk_leaves_everything_unchanged(tmp_path):
 
 
 def steps_after_pruning(root, **retention):
-    pruned = prune(root, RUN_ID, MANIFEST, CheckpointSpec(**retention))
+    pruned = prune_checkpoints(root, RUN_ID, MANIFEST, CheckpointSpec(**retention))
     assert list(pruned.kept_steps) == checkpoint_steps(root)
     return pruned
 
@@ -266,9 +266,11 @@ def test_checkpoint_in_copy_is_kept(tmp_path):
     for step in range(1, 6):
         write(tmp_path, step)
     retention = CheckpointSpec(keep_last=2)
-    assert prune(tmp_path, RUN_ID, MANIFEST, retention, except_step=2).removed_steps == (1, 3)
+    assert prune_checkpoints(
+        tmp_path, RUN_ID, MANIFEST, retention, except_step=2
+    ).removed_steps == (1, 3)
     assert checkpoint_steps(tmp_path) == [2, 4, 5]
-    assert prune(tmp_path, RUN_ID, MANIFEST, retention).kept_steps == (4, 5)
+    assert prune_checkpoints(tmp_path, RUN_ID, MANIFEST, retention).kept_steps == (4, 5)
 
 
 @pytest.mark.parametrize(("better", "best"), [("higher", 2), ("lower", 3)])

@@ -28,7 +28,7 @@ def state_chunks(seed, replicas=3):
 
 def request_state(replica_states, step, replica, *, attempt=0, own=True):
     request = InnerStateRequest(term=1, step=step, attempt=attempt, replica=replica, own=own)
-    inner, chunks = replica_states.answer(request)
+    inner, chunks = replica_states.read_inner_state(request)
     return inner, b"".join(chunks)
 
 
@@ -129,7 +129,7 @@ def test_newest_complete_inner_checkpoint_of_the_attempt_counts(tmp_path):
     assert request_state(replica_states, 2, 1, own=False, attempt=1) == (0, b"")
     assert request_state(replica_states, 3, 1, own=False) == (0, b"")
     assert request_state(replica_states, 2, 0, own=False) == (0, b"")
-    inner, chunks = replica_states.answer(
+    inner, chunks = replica_states.read_inner_state(
         InnerStateRequest(term=1, step=2, attempt=0, replica=1, own=False)
     )
     write_state(replica_states, 2, 20, [b"third"])
