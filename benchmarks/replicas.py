@@ -27,7 +27,7 @@ from benchmarks.cluster import Cluster, run_to_end, scripted_worker
 from benchmarks.hosts import Network, why_not
 from benchmarks.machine import print_heading, print_table
 from benchmarks.plot import Axis, Line, Panel, draw_panels
-from coordinator.storage.directory.journal import evaluations
+from coordinator.storage.directory.journal import read_evaluations
 
 _ROOT: Final = Path(__file__).parents[1]
 _SPEC: Final = _ROOT / "deploy" / "runs" / "small-llama.yaml"
@@ -108,7 +108,7 @@ def train_case(case: Case, total: int, directory: Path) -> dict[str, Any]:
     """Train a case; return its held-out losses by number of tokens."""
     run_to_end(_SPEC, directory, [*case.settings(total)])
     tokens_per_step = case.replicas * max(case.inner_steps, 1) * _BATCH * _TOKENS
-    evaluations_by_step = evaluations(directory / "journal.jsonl", total)
+    evaluations_by_step = read_evaluations(directory / "journal.jsonl", total)
     curve = [
         (step * tokens_per_step, evaluations_by_step[step].get("loss_per_token"))
         for step in sorted(evaluations_by_step)

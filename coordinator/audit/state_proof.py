@@ -204,8 +204,8 @@ class StateProof:
         if index.last_step is not None and index.last_step >= last_step:
             self.faults.append(
                 f"the log has steps up to {index.last_step}, but no checkpoint before them: the "
-                f"newest, of step {newest_checkpoint}, leads only to step {last_step}; restore a later "
-                "one from a copy"
+                f"newest, of step {newest_checkpoint}, leads only to step {last_step}; "
+                "restore a later one from a copy"
             )
 
     def _check_remaining(self, index: LogIndex) -> None:

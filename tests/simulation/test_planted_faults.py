@@ -323,7 +323,7 @@ PERSIST = Execution._persist
 LOAD_ROWS = WorkerSession._load_rows
 JOIN = Round.join_embeddings
 BEGIN = Progress.begin
-JOIN_PIECES = JoinedEmbeddings.of
+JOIN_PIECES = JoinedEmbeddings.join
 SEND = Execution._send
 SURPLUS = Round.take_surplus
 NEW_SESSION = WorkerSession.__init__
@@ -594,7 +594,7 @@ PLANTED = {
         embeds=True,
     ),
     "embeddings in another order": PlantedFault(
-        [(JoinedEmbeddings, "of", joins_reversed)],
+        [(JoinedEmbeddings, "join", joins_reversed)],
         "other averages | another loss | no cause for",
         seed=2,
         embeds=True,
