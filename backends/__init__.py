@@ -1,1 +1,1 @@
-"""Devices: one interface, one file per kind of device, and a registry that says why not."""
+"""Backends: the interface of a device, its implementations, and the registry that chooses one."""

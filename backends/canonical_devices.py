@@ -5,10 +5,10 @@ from __future__ import annotations
 from backends.base.interface import DeviceInfo
 
 
-def canonical_lines(info: DeviceInfo) -> list[str]:
-    """Describe what a device can do in a run with `arithmetic: canonical`, in lines.
+def describe_canonical_support(info: DeviceInfo) -> list[str]:
+    """Return lines that name the conventions of canonical arithmetic that a device follows.
 
-    The test takes one or two seconds per device.
+    The test of a Vulkan device takes one or two seconds.
     """
     from backends.wgpu.canonical.compiler import why_unavailable  # noqa: PLC0415  (imports torch)
 

@@ -1,7 +1,8 @@
-"""Find out why a device of this machine cannot be used and what to do, for `worker doctor`.
+"""Report the devices that a worker can use, and how to repair the others, for `worker doctor`.
 
-The registry reports what torch says about devices. These checks ask the kernel: which cards there
-are, whether a driver is loaded, and whether this user may open them.
+The registry reports torch's view of the devices. These checks compute a gradient on each usable
+device, and ask the kernel which cards exist, whether a driver is loaded, and whether this user may
+open their device files.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from protocol.cli.doctor import Finding, failure, ok, warning
 _DISPLAY_CLASS: Final = "0x03"
 """PCI class of display controllers."""
 _VENDORS: Final = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}
-_NODES: Final = ("nvidia[0-9]*", "nvidiactl", "nvidia-uvm", "dri/renderD*", "kfd")
+_DEVICE_FILES: Final = ("nvidia[0-9]*", "nvidiactl", "nvidia-uvm", "dri/renderD*", "kfd")
 _INSTALL_HINT: Final = (
     "from NVIDIA's repository, since Debian's is older (docs/deploying.md), then reboot"
 )
@@ -33,7 +34,7 @@ OLDEST_DRIVERS: Final = {11: "450", 12: "525", 13: "580"}
 Table 1 of NVIDIA's "CUDA Compatibility".
 """
 LOCKED_CUDA: Final = 13
-"""CUDA of the torch in `requirements/cuda.txt`, whose heading names the driver for scripts."""
+"""Major CUDA version of the torch in `requirements/cuda.txt`, whose heading names the driver."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +56,11 @@ class KernelFiles:
 
     def inaccessible_files(self) -> list[str]:
         """List the device files that this user may not open."""
-        nodes = (node for pattern in _NODES for node in sorted(self.dev.glob(pattern)))
-        return [str(node) for node in nodes if not os.access(node, os.R_OK | os.W_OK)]
+        files = (file for pattern in _DEVICE_FILES for file in sorted(self.dev.glob(pattern)))
+        return [str(file) for file in files if not os.access(file, os.R_OK | os.W_OK)]
 
     def nvidia_driver(self) -> str:
-        """Return the version of the loaded driver; empty if none is loaded."""
+        """Return the version of the loaded NVIDIA driver; empty if none is loaded."""
         words = _read_text(self.proc / "driver/nvidia/version").split()
         return next((word for word in words if word[:1].isdigit() and "." in word), "")
 
@@ -71,7 +72,7 @@ def device_findings(
 
     Args:
         name: The value of --backend.
-        requested: Devices, by number or by part of their names.
+        requested: Devices, by number or by part of their names, in lower case.
         machine: The kernel's file systems.
     """
     kind, _ = parse_backend(name)

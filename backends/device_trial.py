@@ -16,22 +16,22 @@ _SAMPLES: Final = 8
 _WIDTH: Final = 16
 
 
-def is_gradient_right(kind: str, index: int) -> bool:
+def is_gradient_right(backend: str, index: int) -> bool:
     """Whether the device computes a linear layer's gradient exactly.
 
     The layer's weights are zero and its targets minus one, so the gradient of the squared error is
     2 * sum(x) for each weight: small integers, which every order of additions gives exactly.
 
     Args:
-        kind: The backend.
-        index: The device's number.
+        backend: The backend's name.
+        index: Number of the device among devices of this backend.
 
     Raises:
         Exception: Whatever the driver raises.
     """
     x = np.arange(_SAMPLES * _WIDTH, dtype=np.float32).reshape(_SAMPLES, _WIDTH)
     batch = Batch({"x": x, "y": np.full((_SAMPLES, _WIDTH), -1, np.float32)}, _SAMPLES)
-    program = choose(kind, index).backend.compile(_trainable(), batch)
+    program = choose(backend, index).backend.compile(_trainable(), batch)
     try:
         gradients = [
             item.values

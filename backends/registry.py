@@ -54,7 +54,7 @@ def choose(name: str, device: int | str | None = None) -> BackendChoice:
     return _choose_automatically(device)
 
 
-def refuse_missing(name: str, device: int | str | None = None) -> None:
+def refuse_missing_device(name: str, device: int | str | None = None) -> None:
     """Refuse a named device that is missing, before anything else is done.
 
     Args:
@@ -72,8 +72,8 @@ def refuse_missing(name: str, device: int | str | None = None) -> None:
 
 @contextmanager
 def trial_device(name: str, requested: int | str | None = None) -> Iterator[torch.device]:
-    """Yield the device on which a user's loss is tried before a run: the card that `choose` would
-    take.
+    """Yield the device on which a user's loss is tried before a run: the card that `choose`
+    returns.
 
     The CPU is used if torch cannot compute on that card (Vulkan), or not in float64 (MPS, some of
     Intel's), or if there is no such card; `choose` reports that later.
@@ -101,7 +101,7 @@ def trial_device(name: str, requested: int | str | None = None) -> Iterator[torc
             if not torch_devices.has_float64(device):
                 device = torch.device("cpu")
             break
-    with torch_devices.naming_device_errors(device, "the model with a few samples"):
+    with torch_devices.convert_device_errors(device, "the model with a few samples"):
         yield device
         torch_devices.release_memory(device)  # another process may compute on it
 
@@ -116,12 +116,13 @@ def restore_torch_settings() -> Iterator[None]:
 
 
 def devices() -> list[DeviceInfo]:
-    """List this machine's devices, usable or not, best kind first."""
+    """List this machine's usable devices, and the unusable ones of common backends with the
+    reason; the preferred backend comes first."""
     return [row for kind in KINDS for row in _devices_of(kind) if row.usable or _is_common(kind)]
 
 
 def _is_common(kind: str) -> bool:
-    """Whether a kind is listed even if the machine has no such device."""
+    """Whether a backend is listed even if the machine has no usable device of it."""
     return kind in {"cuda", "vulkan", "cpu"} or (kind == "mps" and sys.platform == "darwin")
 
 
@@ -152,7 +153,7 @@ def _choose_automatically(device: int | str | None) -> BackendChoice:
             return BackendChoice(_build_backend(kind, info.index), reason, tuple(passed_over))
         passed_over.append(info)
         if isinstance(device, int) and _device(kind, None).usable:
-            break  # a number refers to the first kind that has a device
+            break  # a number refers to the first backend that has a usable device
     reasons = "; ".join(f"{info.backend}: {info.reason}" for info in passed_over)
     if device is not None:
         reasons = f"device {device} was asked for, and is not there: {reasons}; see: worker devices"

@@ -1,7 +1,7 @@
-"""A device that computes nothing: scripted gradients at a given speed, without torch.
+"""A device without a model: it yields scripted gradients at a set speed, without torch.
 
-For tests, simulations and benchmarks of everything except the device. It sleeps instead of
-computing: forward takes a third of a microbatch's time, then blocks follow at equal intervals, last
+It serves tests, simulations and benchmarks of everything except the device, and sleeps instead of
+computing. Forward takes a third of a microbatch's time, then blocks follow at equal intervals, last
 block first.
 """
 
@@ -19,7 +19,7 @@ from backends.base.interface import (
     Array,
     Batch,
     BlockGradient,
-    Captured,
+    CaptureResult,
     DeviceInfo,
     Leaf,
     Loss,
@@ -70,13 +70,13 @@ class ScriptedBackend:
 class ScriptedProgram(HostSummedProgram):
     """Gradients that are a function of (seed, block, element).
 
-    Time runs from the first `next`; a slow receiver does not slow the device down.
+    A microbatch's time starts at the first `next`; a slow receiver does not slow the device down.
     """
 
     def __init__(self, trainable: Trainable, microbatch_ms: float) -> None:
         super().__init__(trainable.blocks)
         self._patterns = [
-            draws.symmetric(draws.key_of("scripted", number), block.elements, 1.0)
+            draws.symmetric_uniforms(draws.derive_key("scripted", number), block.elements, 1.0)
             for number, block in enumerate(trainable.blocks)
         ]
         self._microbatch_s = microbatch_ms / 1e3
@@ -99,12 +99,12 @@ class ScriptedProgram(HostSummedProgram):
         count = len(self._patterns)
         for block_count, block in enumerate(reversed(range(count)), start=1):
             share = FORWARD_SHARE + (1.0 - FORWARD_SHARE) * block_count / count
-            factor = 0.5 + draws.uniforms(draws.key_of(seed, block), 1)[0]
+            factor = 0.5 + draws.uniforms(draws.derive_key(seed, block), 1)[0]
             values = self._patterns[block] * np.float32(factor)
             if not _wait_until(start_s + share * self._microbatch_s, closed):
                 return
             yield BlockGradient(block, values)
-        mean = float(draws.uniforms(draws.key_of(seed, "loss"), 1)[0])
+        mean = float(draws.uniforms(draws.derive_key(seed, "loss"), 1)[0])
         if not closed.is_set():
             yield Loss(mean * batch.weight, batch.weight)
 
@@ -117,7 +117,7 @@ class ScriptedProgram(HostSummedProgram):
         time.sleep(FORWARD_SHARE * self._microbatch_s)
         return {"samples": batch.weight, "parts": 1}
 
-    def rows(self, batch: Batch) -> Captured:
+    def capture_rows(self, batch: Batch) -> CaptureResult:
         """Refuse to capture.
 
         Raises:
@@ -166,9 +166,9 @@ class ScriptedInnerSteps:
         for batch, seed in leaves:
             time.sleep(self._microbatch_s)
             yield
-            total += float(draws.uniforms(draws.key_of(seed, "loss"), 1)[0]) * batch.weight
+            total += float(draws.uniforms(draws.derive_key(seed, "loss"), 1)[0]) * batch.weight
             changes += [
-                draws.uniforms(draws.key_of(seed, n), 1)[0] for n in range(len(self._blocks))
+                draws.uniforms(draws.derive_key(seed, n), 1)[0] for n in range(len(self._blocks))
             ]
         for number, change in enumerate(changes):
             values = self._parameters[number % len(self._blocks)]

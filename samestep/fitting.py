@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file
 
-from backends.registry import refuse_missing, restore_torch_settings
+from backends.registry import refuse_missing_device, restore_torch_settings
 from coordinator.operator.control_client import request
 from protocol.base.address import parse_address
 from protocol.base.errors import (
@@ -317,7 +317,7 @@ def _check_combination(call: script.Call, arguments: Arguments) -> None:
     arguments.optimizer_arguments.check()
     name, first_device = arguments.backend
     for device in arguments.several_devices or (first_device,):
-        refuse_missing(name, device)
+        refuse_missing_device(name, device)
     _ = arguments.expected_workers  # raises if the variable is invalid
 
 

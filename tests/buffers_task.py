@@ -30,7 +30,9 @@ class _Model(nn.Module):
         with torch.no_grad():
             for name, tensor in self.named_parameters():
                 if "layers" in name:
-                    values = draws.symmetric(draws.key_of(1, name), tensor.numel(), 0.3)
+                    values = draws.symmetric_uniforms(
+                        draws.derive_key(1, name), tensor.numel(), 0.3
+                    )
                     tensor.copy_(torch.from_numpy(values).reshape(tensor.shape))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -43,7 +45,7 @@ class BuffersTask:
     """See `worker.tasks.base.task.Task`."""
 
     def __init__(self, spec: RunSpec) -> None:
-        self._x = draws.symmetric(1, SAMPLES * WIDTH, 1.0).reshape(SAMPLES, WIDTH)
+        self._x = draws.symmetric_uniforms(1, SAMPLES * WIDTH, 1.0).reshape(SAMPLES, WIDTH)
         module = _Model()
         buffer_names = [name for name, _ in module.named_buffers()]
         self.manifest = Manifest(

@@ -25,7 +25,9 @@ class _Layer(nn.Module):
         self.parallel = nn.Linear(WIDTH, WIDTH)
         with torch.no_grad():
             for name, tensor in self.named_parameters():
-                values = draws.symmetric(draws.key_of(number, name), tensor.numel(), 0.3)
+                values = draws.symmetric_uniforms(
+                    draws.derive_key(number, name), tensor.numel(), 0.3
+                )
                 tensor.copy_(torch.from_numpy(values).reshape(tensor.shape))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -47,7 +49,7 @@ class FrozenBase:
     """See `worker.tasks.base.task.Task`."""
 
     def __init__(self, spec: RunSpec) -> None:
-        self._x = draws.symmetric(1, SAMPLES * WIDTH, 1.0).reshape(SAMPLES, WIDTH)
+        self._x = draws.symmetric_uniforms(1, SAMPLES * WIDTH, 1.0).reshape(SAMPLES, WIDTH)
         module = _Model()
         self.manifest = Manifest(blocks=cut_into_blocks(module), train_samples=SAMPLES)
         self.trainable = Trainable(

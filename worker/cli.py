@@ -304,19 +304,19 @@ def devices(
     ] = False,
 ) -> None:
     """List this machine's devices, what fits on each, and why a device cannot be used."""
-    from backends.canonical_devices import canonical_lines
+    from backends.canonical_devices import describe_canonical_support
     from backends.registry import devices as all_devices
     from worker.device_table import device_document, device_lines
 
     devices = all_devices()
     if as_json:
-        document = device_document(devices, canonical_lines if canonical else None)
+        document = device_document(devices, describe_canonical_support if canonical else None)
         typer.echo(json.dumps(document, indent=2))
         return
     if canonical:
         for info in (info for info in devices if info.usable):
             typer.echo(f"{info.backend} {info.index}: {info.name}")
-            for line in canonical_lines(info):
+            for line in describe_canonical_support(info):
                 typer.echo(f"  {line}")
         return
     for line in device_lines(devices):

@@ -41,7 +41,9 @@ class LocalDevice:
             if info.backend == "cuda":
                 from backends.eager import torch_devices  # noqa: PLC0415 -- already imported
 
-                torch_devices.grow_without_holes(torch_devices.torch_device("cuda", info.index))
+                torch_devices.enable_expandable_segments(
+                    torch_devices.torch_device("cuda", info.index)
+                )
             self._backend = _sharded_backend(info) if self._shard else choice.backend
         return self._backend
 

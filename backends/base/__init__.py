@@ -1,4 +1,4 @@
-"""The interface of backends, and what they share: sums along the tree, buffers, draws.
+"""The interface of backends, and the code that they share: tree sums, buffers, random numbers.
 
 Imports no other chapter of `backends`. Start with `interface`.
 """

@@ -1,4 +1,4 @@
-"""Distinguish a device's errors, which concern this machine alone, from a model's."""
+"""Distinguish the errors of a device, which another machine may not have, from those of a model."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Final
 
 import torch
 
-_OUT_OF_MEMORY: Final = (
+_OUT_OF_MEMORY_TEXTS: Final = (
     "out of memory",
     "_ALLOC_FAILED",  # cuBLAS, cuDNN, cuSOLVER, hipBLAS
     "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",
     "UR_RESULT_ERROR_OUT_OF_RESOURCES",
 )
-_FAILED: Final = (
+_FAILURE_TEXTS: Final = (
     "CUDA error", "CUDA driver error", "CUDA driver initialization failed", "CUDA unknown error",
     "No CUDA GPUs are available", "CUDNN_STATUS", "CUBLAS_STATUS", "CUSOLVER_STATUS",
     "CUSPARSE_STATUS", "NCCL error", "NCCL Error",
@@ -23,21 +23,21 @@ _FAILED: Final = (
 """Parts of the error texts of torch and of the libraries of NVIDIA, AMD, Intel and Apple."""
 _DEVICE_CLASS: Final = getattr(torch, "AcceleratorError", None)
 """The class of device errors since torch 2.8; None in earlier releases."""
-_NO_FIXED_ORDER: Final = "does not have a deterministic implementation"
+_NONDETERMINISTIC_TEXT: Final = "does not have a deterministic implementation"
 _REPLACEMENTS: Final = {
     "cumsum": " (of x, (..., n), by x @ torch.ones(n, n, device=x.device).triu())",
     "adaptive_avg_pool2d": " (by avg_pool2d where the sizes divide)",
 }
-"""How to compute an operator's values with a deterministic kernel."""
+"""For a part of an operator's name, how to compute its values with a deterministic kernel."""
 _WORKSPACE: Final = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device, not the host, has no memory left."""
+    """Whether a device, not the host, is out of memory."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     text = str(error)
-    return isinstance(error, RuntimeError) and any(part in text for part in _OUT_OF_MEMORY)
+    return isinstance(error, RuntimeError) and any(part in text for part in _OUT_OF_MEMORY_TEXTS)
 
 
 def is_device_failure(error: BaseException) -> bool:
@@ -47,7 +47,7 @@ def is_device_failure(error: BaseException) -> bool:
     """
     if _DEVICE_CLASS is not None and isinstance(error, _DEVICE_CLASS):
         return True
-    return isinstance(error, RuntimeError) and any(part in str(error) for part in _FAILED)
+    return isinstance(error, RuntimeError) and any(part in str(error) for part in _FAILURE_TEXTS)
 
 
 def is_bad_index(error: BaseException) -> bool:
@@ -56,8 +56,8 @@ def is_bad_index(error: BaseException) -> bool:
 
 
 def why_not_repeatable(error: BaseException) -> str:
-    """Return why torch refused an operator whose bits change from run to run, empty for other
-    errors.
+    """Return why torch refused an operator whose bits change from run to run; empty if the error
+    has another cause.
 
     In deterministic mode torch raises this error at the operator's forward or backward.
     """
@@ -69,7 +69,7 @@ def why_not_repeatable(error: BaseException) -> str:
             f"torch multiplied matrices before {_WORKSPACE} was set, so their bits change from run "
             f"to run; import samestep first, or set {_WORKSPACE}=:4096:8"
         )
-    if _NO_FIXED_ORDER not in text:
+    if _NONDETERMINISTIC_TEXT not in text:
         return ""
     operator = text.partition(" ")[0]
     replacement = next((text for name, text in _REPLACEMENTS.items() if name in operator), "")
@@ -79,7 +79,7 @@ def why_not_repeatable(error: BaseException) -> str:
     )
 
 
-def concerns_device(error: BaseException) -> bool:
-    """Whether another machine might compute what raised the error."""
+def is_machine_specific(error: BaseException) -> bool:
+    """Whether the computation that raised the error may succeed on another machine."""
     is_device_error = is_out_of_memory(error) or is_device_failure(error)
     return (is_device_error and not is_bad_index(error)) or bool(why_not_repeatable(error))

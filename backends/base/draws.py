@@ -19,7 +19,7 @@ _GOLDEN_RATIO: Final = 0x9E3779B97F4A7C15
 _MASK: Final = 2**64 - 1
 
 
-def key_of(*parts: int | str) -> int:
+def derive_key(*parts: int | str) -> int:
     """Derive a 64-bit key from integers and names."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(blake3(text.encode()).digest(8), "little")
@@ -43,14 +43,14 @@ def uniforms(key: int, count: int) -> NDArray[np.float32]:
     return (hashes(key, count) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
 
-def symmetric(key: int, count: int, bound: float) -> NDArray[np.float32]:
+def symmetric_uniforms(key: int, count: int, bound: float) -> NDArray[np.float32]:
     """Draw uniform float32 values in [-bound, bound), each rounded once."""
     return (uniforms(key, count) * np.float32(2) - np.float32(1)) * np.float32(bound)
 
 
-def with_deviation(key: int, count: int, deviation: float) -> NDArray[np.float32]:
+def uniforms_with_deviation(key: int, count: int, deviation: float) -> NDArray[np.float32]:
     """Draw uniform values around zero with a standard deviation.
 
     A substitute for normal draws, whose logarithm and cosine differ between math libraries.
     """
-    return symmetric(key, count, math.sqrt(3.0) * deviation)
+    return symmetric_uniforms(key, count, math.sqrt(3.0) * deviation)

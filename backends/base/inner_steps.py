@@ -1,7 +1,8 @@
 """The inner steps of an inner phase: forward, backward and update without any exchange.
 
 `HostInnerSteps` works for every device: the device computes gradients as in any run, and the host
-applies the exact update. A device that can update its own copy offers `inner_steps` instead.
+applies the exact update. The program of a device that can update its own copy of the parameters has
+a method `inner_steps` instead.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class InnerSteps(Protocol):
     def step(
         self, leaves: Sequence[Leaf], position: SchedulePosition
     ) -> Generator[None, None, Loss]:
-        """Take one step on these microbatches; the generator may be closed at any yield.
+        """Take one step on these microbatches, yielding in between. The generator may be closed at
+        any yield.
 
         Returns:
             The loss, summed over the batch.
@@ -83,7 +85,7 @@ class OffersInnerSteps(Protocol):
 
 
 class HostInnerSteps:
-    """Inner steps with the update on the host; see the module's docstring.
+    """Inner steps whose update runs on the host; see the module's docstring.
 
     Args:
         program: Computes the gradients.
@@ -133,7 +135,7 @@ class HostInnerSteps:
         for values in gradients:
             average(values, loss.weight, out=values)
         norms = ClippedGroups(self._optimizer).norms_of(self._blocks, gradients)
-        if np.isfinite(norms.whole):  # otherwise the NaN loss reports it
+        if np.isfinite(norms.whole):  # otherwise the returned loss is NaN, which halts the run
             scalars = step_scalars(
                 self._optimizer, position.update, position.step, position.steps, norms
             )

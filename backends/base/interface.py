@@ -23,7 +23,7 @@ from protocol.spec.sections.tasks import Unit
 if TYPE_CHECKING:
     import torch
 
-NATIVE: Final = ArithmeticSpec()
+NATIVE_ARITHMETIC: Final = ArithmeticSpec()
 EMBEDDING_GRADIENT: Final = "gradient of embeddings "
 PARAMETER_GRADIENT: Final = "gradient of parameter "
 """Prefixes of the names of arrays that carry the gradient of a coupled loss."""
@@ -34,7 +34,7 @@ Sums = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One microbatch on the host, of the same shapes for every full microbatch of a run.
+    """One microbatch on the host.
 
     Attributes:
         arrays: Inputs of the model and the loss, by name.
@@ -72,7 +72,7 @@ class CounterMismatch(DataError):
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
+class CaptureResult:
     """The result of one microbatch of a capture.
 
     Attributes:
@@ -148,34 +148,35 @@ class Trainable:
         loss: Takes the module and a batch's arrays as device tensors; returns the loss *summed*
             over samples or tokens, a scalar tensor. With `unit` "microbatch" it returns a mean,
             which the backend multiplies by the batch's weight.
-        unit: What the loss and the changes of buffers depend on: one sample, or the microbatch.
+        unit: The unit on which the loss and the changes of buffers depend: one sample, or the
+            microbatch.
         evaluate: Takes the same arguments; returns evaluation sums by name (counts are integers).
-        rows: Takes the same arguments; returns captured data. None for a task that trains.
+        capture_rows: Takes the same arguments; returns captured data. None for a task that trains.
         coupled: A loss over all samples of a step. If set, `loss` is the loss of
             `backends.losses.coupled_loss`, which carries its gradient into each microbatch.
         seed: The run's seed; `gradients` takes a seed for each microbatch.
         threads: CPU threads.
         precision: Type in which forward may compute; parameters, gradients and sums are float32.
         base_dtype: Storage type of frozen weights; see `backends.quantization.frozen_base`.
-        arithmetic: The rules of the computation. If they are canonical, they and the results of a
-            probe decide the bits, and nothing in `Backend.numerics_profile` does.
+        arithmetic: Native or canonical. The bits of canonical arithmetic do not depend on
+            `Backend.numerics_profile`.
         keeps_module: Whether the module is used after the run, so the host keeps its frozen
             weights.
-        evaluation_parts: Names of the module's parts that the loss puts into evaluation mode.
+        evaluation_parts: Names of the submodules that the loss puts into evaluation mode.
     """
 
     blocks: tuple[Block, ...]
     module: torch.nn.Module | None = None
     loss: Callable[[Any, Mapping[str, Any]], Any] | None = None
     evaluate: Callable[[Any, Mapping[str, Any]], Sums] | None = None
-    rows: Callable[[Any, Mapping[str, Any]], Captured] | None = None
+    capture_rows: Callable[[Any, Mapping[str, Any]], CaptureResult] | None = None
     coupled: CoupledLoss | None = None
     unit: Unit = "sample"
     seed: int = 0
     threads: int = 1
     precision: ComputePrecision = "float32"
     base_dtype: BaseDtype = "float32"
-    arithmetic: ArithmeticSpec = NATIVE
+    arithmetic: ArithmeticSpec = NATIVE_ARITHMETIC
     keeps_module: bool = False
     evaluation_parts: frozenset[str] = frozenset()
 
@@ -206,7 +207,8 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class BlockAdded:
-    """A microbatch's gradient of a block was added to the subtree's sum, which is not complete."""
+    """A microbatch's gradient of a block has been added to the subtree's sum, which still lacks
+    other microbatches."""
 
     block: int
 
@@ -240,7 +242,7 @@ class Program(Protocol):
 
     @property
     def parity(self) -> str:
-        """How far the gradients are from torch's, in words; empty if torch computes them."""
+        """A description of the difference from torch's gradients; empty if torch computes them."""
 
     def load(self, parameters: list[Array]) -> None:
         """Copy in the values of all trainable tensors: one flat array per block."""
@@ -260,7 +262,7 @@ class Program(Protocol):
     def evaluate(self, batch: Batch) -> Sums:
         """Compute evaluation sums over one batch, in evaluation mode."""
 
-    def rows(self, batch: Batch) -> Captured:
+    def capture_rows(self, batch: Batch) -> CaptureResult:
         """Capture one microbatch, in evaluation mode.
 
         Raises:
@@ -311,11 +313,11 @@ class DeviceInfo:
     """One row of `worker devices`.
 
     Attributes:
-        backend: The kind of device.
+        backend: Name of the backend, such as `cuda`.
         name: The device's name, as the driver reports it.
         usable: Whether the device can be used.
         reason: Why the device cannot be used.
-        index: Number of the device among devices of its kind.
+        index: Number of the device among devices of its backend.
         memory_bytes: Size of the device's memory; 0 if unknown or shared with the host.
         software: Whether the device is emulated on the CPU.
     """
@@ -330,15 +332,16 @@ class DeviceInfo:
 
 
 class Backend(Protocol):
-    """One device of one kind."""
+    """One device."""
 
     @property
     def info(self) -> DeviceInfo:
         """The device's description."""
 
     def numerics_profile(self, threads: int) -> Mapping[str, str]:
-        """Return what decides the bits of a gradient on this device: device kind, library versions,
-        driver, threads, instruction set, a card's name. A `processor` is listed for people only."""
+        """Return the properties that determine the bits of a gradient on this device: device type,
+        library versions, driver, threads, instruction set, a card's name. The value of `processor`
+        is only for people."""
 
     def compile(
         self,

@@ -1,6 +1,7 @@
 """Report the progress of preparing a model: bytes read and quantized, with the time left.
 
-Code that prepares calls `say` and `Meter`; code that waits enters `listening`, in the same thread.
+Code that prepares a model calls `report` and `Meter`; code that waits for it enters `report_to`, in
+the same thread.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ _REPORT_INTERVAL_S: Final = 1.0
 
 
 @contextmanager
-def listening(listener: Callable[[str], None]) -> Iterator[None]:
-    """Call `listener` with each reported line within the block, and with "" at its end."""
+def report_to(listener: Callable[[str], None]) -> Iterator[None]:
+    """Context in which `listener` receives each reported line; it receives "" at the end."""
     token = _LISTENER.set(listener)
     try:
         yield
@@ -28,18 +29,18 @@ def listening(listener: Callable[[str], None]) -> Iterator[None]:
         listener("")
 
 
-def say(text: str) -> None:
-    """Report the current activity."""
+def report(text: str) -> None:
+    """Pass a line to the listener, if there is one."""
     if (listener := _LISTENER.get()) is not None:
         listener(text)
 
 
 class Meter:
-    """Reports how many bytes are processed, about once a second.
+    """Reports the number of processed bytes, at most once a second.
 
     Args:
-        activity: What is done with the bytes, such as `read`.
-        total: The number of bytes.
+        activity: First word of a reported line, such as `read`.
+        total: Number of bytes to process.
     """
 
     def __init__(self, activity: str, total: int) -> None:
@@ -47,7 +48,7 @@ class Meter:
         self._start_s = self._reported_s = time.monotonic()
 
     def add(self, count: int) -> None:
-        """Count further bytes."""
+        """Count further processed bytes."""
         self._count += count
         now_s = time.monotonic()
         if now_s - self._reported_s < _REPORT_INTERVAL_S:
@@ -55,4 +56,4 @@ class Meter:
         self._reported_s = now_s
         left_s = (now_s - self._start_s) / self._count * max(0, self._total - self._count)
         sizes = f"{byte_size(self._count)} of {byte_size(self._total)}"
-        say(f"{self._activity} {sizes}, {left_s:.0f} s left")
+        report(f"{self._activity} {sizes}, {left_s:.0f} s left")

@@ -1,9 +1,9 @@
 """Tensors of a module that forward changes: running statistics, codebooks, teachers, counters.
 
 Each microbatch starts from the values that the last step committed; they are restored after the
-microbatch. The step exchanges by how much a microbatch has changed them, times the microbatch's
-weight, so an unchanged buffer keeps its bits. All microbatches of a step must change a counter by
-the same amount.
+microbatch. Workers exchange the change that a microbatch made, times the microbatch's weight, so an
+unchanged buffer keeps its bits. All microbatches of a step must change a counter by the same
+amount.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from protocol.spec.manifest import Block, TensorSpec
 LARGEST_COUNT: Final = 1 << 24
 """Integers up to this are exact in float32."""
 _PERTURBATION: Final = 1 + 2**-6, 2**-10
-"""Factor and summand that perturb trained weights while looking for what forward changes."""
+"""Factor and summand that perturb trained weights during the search for tensors that forward
+changes."""
 _LARGEST_CHANGE: Final = 1 << 16
 """Largest change of a counter in one step: its mean over microbatches must round to the same
 integer."""
@@ -84,7 +85,7 @@ class StepBuffers:
     """The tensors of a manifest's blocks of kind `buffers` and `counters`.
 
     Args:
-        module: The module that holds the tensors, with their values of the first step.
+        module: The module that has the tensors, with their values at the start of the first step.
         blocks: The manifest's blocks.
     """
 
@@ -115,15 +116,16 @@ class StepBuffers:
         self._restore()
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Context after which the values of the step's start are restored."""
+    def restore_afterwards(self) -> Iterator[None]:
+        """Context after which the buffers have the values of the step's start again."""
         try:
             yield
         finally:
             self._restore()
 
     def changes(self, weight: float) -> Iterator[tuple[int, str, torch.Tensor]]:
-        """Yield what a microbatch has changed: block, name, and flat float32 times its weight.
+        """Yield the changes that a microbatch has made: block, name, and the flat float32 change
+        times the microbatch's weight.
 
         Raises:
             CounterMismatch: An earlier microbatch of the step has changed a counter by another
@@ -157,11 +159,11 @@ class StepBuffers:
                 buffer.restore()
 
 
-def names_changed_by(module: nn.Module, forward: Callable[[], object]) -> list[str]:
+def find_changed_tensors(module: nn.Module, forward: Callable[[], object]) -> list[str]:
     """Return the names of buffers and frozen parameters that a call writes, and restore them.
 
-    The trained weights are perturbed for the call: a teacher that equals its student would not
-    move.
+    The trained weights are perturbed for the call: otherwise an average of teacher and student
+    would not change a teacher that equals its student.
     """
     tensors = _untrained_tensors(module)
     specs = [TensorSpec(name=name, shape=tuple(tensor.shape)) for name, tensor in tensors.items()]
@@ -197,9 +199,10 @@ def _perturb_trained_weights(module: nn.Module) -> Iterator[None]:
 
 
 def buffer_blocks(module: nn.Module, names: Sequence[str], elements: int) -> tuple[Block, ...]:
-    """Divide the named tensors into blocks: floats of about `elements` each, then counters.
+    """Divide the named tensors into blocks: floats, about `elements` in each block, then counters.
 
-    These blocks come first in a manifest: a microbatch's changes are known after its backward.
+    These blocks come first in a manifest, so they are sent last: a microbatch's changes are known
+    only after its backward.
 
     Raises:
         DataError: A floating-point tensor is not float32.

@@ -43,7 +43,8 @@ class Microbatch(NamedTuple):
     """A microbatch that a device has started.
 
     Attributes:
-        items: The results: blocks in reverse order, then the loss; ends early once stopped.
+        items: The results: blocks in reverse order, then the loss. The iterator ends early once the
+            microbatch is stopped.
         stop: Abandons the microbatch, and returns once the device has stopped. Thread-safe.
     """
 
@@ -54,9 +55,9 @@ class Microbatch(NamedTuple):
 class HostSums:
     """The sums of one subtree, on the host.
 
-    Leaves arrive in order. A block's sum is final once the last leaf's block is added, and is
-    returned while that leaf's backward still runs on earlier blocks. At most log2(leaves) + 1
-    arrays are held per block.
+    Leaves (microbatches) are added in order. A block's sum is final once the last leaf's gradient
+    is added, and is returned while that leaf's backward still runs on earlier blocks. At most
+    log2(leaves) + 1 arrays are stored per block.
 
     Args:
         leaves: Number of leaves.
@@ -163,7 +164,7 @@ class SubtreeGradients:
                 self._start_next()
             elif self.sums is None:
                 assert not isinstance(item, BlockParts), (
-                    "a device that adds on its own yields whole blocks"
+                    "expected whole blocks from a device that adds gradients itself, got parts"
                 )
                 return item
             elif (item_of_sum := self._add(self.sums, item)) is not None:

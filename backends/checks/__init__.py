@@ -1,1 +1,1 @@
-"""What a module, its loss and its data must fulfil to be trained exactly, checked beforehand."""
+"""Checks, before training, that a module, its loss and its data can be trained exactly."""

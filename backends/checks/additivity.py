@@ -2,8 +2,8 @@
 
 Otherwise results would depend on how a step is divided into microbatches. The check compares the
 loss and, on request, the gradient of each trained tensor. Random draws are replaced by steady ones
-(`steady_draws`). The tolerance for rounding is measured: how far the batch's loss moves
-when its operators round differently.
+(`steady_draws`). The tolerance for rounding is measured: it is a multiple of the change of the
+batch's loss when its operators round differently.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ LossFunction = Callable[[Any, Arrays], torch.Tensor]
 Gradients = dict[str, torch.Tensor]
 
 _ROUNDING_SEEDS: Final = (11, 12, 13)
-"""Seeds of the computations that measure rounding."""
+"""Seeds of the repeated computations that measure the effect of rounding."""
 _SPREAD_MULTIPLE: Final = 64
 """Tolerance as a multiple of the measured spread."""
 _SPACINGS: Final = 4
-"""Smallest tolerance, in spacings of the narrowest type that was computed in."""
+"""Smallest relative tolerance, in machine epsilons of the narrowest type in the computation."""
 _NEEDS_GRADIENTS: Final = "does not require grad"
 """Part of torch's error for a loss that differentiates under no_grad."""
 
@@ -47,7 +47,7 @@ class Evaluation:
         gradients: Gradients by name, of the tensors that the loss reaches.
         sizes: The largest magnitude in each gradient.
         requires_grad: Whether the loss depends on a trained tensor.
-        has_draws: Whether the computation draws random values.
+        has_draws: Whether the computation draws random numbers.
         has_undecided_draws: Whether some draws cannot be made steady.
         epsilon: Machine epsilon of the narrowest floating type seen.
     """
@@ -172,7 +172,7 @@ class LossTrial:
         self.last_batch = batch = {
             array_name: array.detach().clone() for array_name, array in arrays.items()
         }
-        with seeded(0), mode:
+        with seed_generators(0), mode:
             if not self._trained_tensors:
                 loss = call_under_no_grad(lambda: self._loss(self._module, batch))
                 gradients: Gradients = {}
@@ -353,12 +353,12 @@ def refuse_unlike_halves(
 
 
 @contextmanager
-def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Seed the global generators, and restore them when the block ends.
+def seed_generators(seed: int, device: torch.device | None = None) -> Iterator[None]:
+    """Context in which the global generators start from a seed; their states are restored after it.
 
     Args:
         seed: The seed.
-        device: An accelerator whose generator is seeded as well.
+        device: An accelerator whose generator is seed_generators as well.
     """
     saved_states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
     device_module: Any = None

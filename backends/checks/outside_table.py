@@ -1,9 +1,9 @@
-"""Find labels and indices that are out of range, and name them as the user knows them.
+"""Find labels and indices that are out of range, and name the user's array that has them.
 
 On the CPU torch raises "Target 7 is out of bounds" or "index out of range in self", and the frames
-of its functions show the tensors (`outside_index_of`). On a card such a lookup breaks the device
-for the rest of the process. So there `TableLookups` records once which arrays of a batch are looked
-up in which tables, and later batches are checked on the host before they are sent.
+of the error's traceback hold the tensors (`find_failing_index`). On a card such a lookup makes the
+device unusable for the process. So for cards `TableLookups` records once which arrays of a batch
+are looked up in which tables, and later batches are checked on the host before they are sent.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TableLookup(NamedTuple):
     Attributes:
         array: The array's name.
         rows: Number of rows of the table.
-        ignored: An index that is not looked up; None if there is none.
+        ignored: The index that the loss ignores; None if there is none.
     """
 
     array: str
@@ -45,9 +45,9 @@ class TableLookup(NamedTuple):
 
 
 class TableLookups(TorchFunctionMode):
-    """A mode that records lookups of a batch's arrays and of views of them.
+    """A torch mode that records lookups of a batch's arrays, or of views of them, in tables.
 
-    A lookup that is out of range raises IndexError, before it breaks the device.
+    A lookup out of range raises IndexError before the device computes it.
 
     Args:
         arrays: The batch's arrays.
@@ -87,22 +87,22 @@ _LOOKUPS: Final = frozenset({functional.embedding, functional.cross_entropy, fun
 def find_outside_index(
     lookups: Collection[TableLookup], arrays: Mapping[str, torch.Tensor]
 ) -> OutsideIndex | None:
-    """Return the first index of a batch that is out of range, None if there is none; on the
-    host."""
+    """Return the first index of a batch on the host that is out of range; None if there is
+    none."""
     for lookup in sorted(lookups):
         if bad_index := _first_outside(arrays[lookup.array], lookup.rows, lookup.ignored, arrays):
             return bad_index
     return None
 
 
-def outside_index_of(
+def find_failing_index(
     error: BaseException, arrays: Mapping[str, torch.Tensor]
 ) -> OutsideIndex | None:
     """Return the index for which torch raised an error; None if the error has another cause.
 
     Args:
         error: The error, with its traceback.
-        arrays: The batch's arrays, by the names that the user knows.
+        arrays: The batch's arrays by name.
     """
     bad_index: OutsideIndex | None = None
     trace = error.__traceback__
@@ -155,7 +155,7 @@ def _first_outside(
 
 
 def _name_of(indices: torch.Tensor, arrays: Mapping[str, torch.Tensor]) -> str | None:
-    """Return the array that the indices are a view of."""
+    """Return the name of the array of which the indices are a view; None if there is none."""
     memory = indices.untyped_storage().data_ptr()
     for name, array in arrays.items():
         if array.untyped_storage().data_ptr() == memory:

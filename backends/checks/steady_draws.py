@@ -1,6 +1,7 @@
-"""Replace random draws by one value for all elements, to compare a batch's loss with its parts'.
+"""Replace random draws by one value for all elements, so that a batch's loss can be compared with
+the losses of its parts.
 
-With real draws the parts see different noise than the batch, so they cannot be compared. With
+With real draws the parts get other noise than the batch, so their losses cannot be compared. With
 steady draws only a coupling of samples makes them differ. The same mode estimates rounding: it
 changes the last bit of rounded results at random, so the spread of a few runs shows the effect of
 rounding (discrete stochastic arithmetic; Vignes, 1993,
@@ -20,10 +21,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 LEVELS: Final = (0.6, 0.93, 0.06)
-"""Quantiles that replace draws: the usual one, and one near each end for masks."""
+"""Quantiles that replace draws: the first is the default; the others are near 1 and 0, where masks
+change."""
 
 _MAX_DRAWS: Final = 4096
-"""Limit on draws of one computation: a rejection sampler with steady draws would never end."""
+"""Limit on draws of one computation, since a rejection sampler never ends with steady draws."""
 
 _ROUNDING_OPERATORS: Final = frozenset({
     "mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "addbmm", "_addmm_activation",
@@ -45,7 +47,8 @@ _ROUNDING_OPERATORS: Final = frozenset({
     "sigmoid", "log_sigmoid_forward", "erf", "erfc", "gelu", "gelu_backward", "silu", "softplus",
     "pow", "sqrt", "rsqrt", "div", "reciprocal", "lgamma", "digamma", "atan2", "acos", "asin",
 })  # fmt: skip
-"""Operators whose order of rounding, or whose kernel, may depend on sizes."""
+"""Operators whose rounding may depend on the sizes of their operands: they sum in another order, or
+use another kernel."""
 
 _UNTAGGED_OPERATORS: Final = frozenset({
     "random_", "random", "binomial", "_sample_dirichlet", "normal_functional",
@@ -65,9 +68,9 @@ class SteadyDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         jitter: Seed of changes to the last bit of rounded results; None for no changes.
 
     Attributes:
-        has_draws: Whether anything was drawn.
-        has_undecided_draws: Whether some draws cannot be made steady, so that two computations may
-            differ because of them.
+        has_draws: Whether the computation drew random numbers.
+        has_undecided_draws: Whether some draws could not be made steady, so that two computations
+            may differ because of them.
         epsilon: Machine epsilon of the narrowest floating type of a result.
     """
 
@@ -77,7 +80,7 @@ class SteadyDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         self.has_undecided_draws = False
         self.epsilon = float(torch.finfo(torch.float64).eps)
         self._level = level
-        self._draws = 0
+        self._draw_count = 0
         self._jitter = jitter
         self._generators: dict[torch.device, torch.Generator] = {}
         self._saved_states: tuple[Any, Any] = (None, None)
@@ -131,7 +134,7 @@ class SteadyDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         name = name.removesuffix("_functional")
         value_of = _STEADY_VALUES.get(name.removesuffix("_") or name)
         if name == "native_dropout":
-            return self._dropout(arguments_by_name, result)
+            return self._replace_dropout(arguments_by_name, result)
         if value_of is None:
             # Fused attention and recurrent layers draw internally, if they have dropout.
             dropout_rates = [
@@ -151,7 +154,7 @@ class SteadyDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         output.copy_(value) if isinstance(value, torch.Tensor) else output.fill_(value)
         return result
 
-    def _dropout(self, arguments_by_name: Mapping[str, Any], result: Any) -> Any:
+    def _replace_dropout(self, arguments_by_name: Mapping[str, Any], result: Any) -> Any:
         p = float(arguments_by_name["p"])
         if arguments_by_name["train"] is False or not p:
             return result
@@ -162,8 +165,8 @@ class SteadyDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
     def _count_draw(self) -> None:
         self.has_draws = True
-        self._draws += 1
-        if self._draws > _MAX_DRAWS:
+        self._draw_count += 1
+        if self._draw_count > _MAX_DRAWS:
             raise TooManyDrawsError
 
     def _jitter_rounding(self, value: Any) -> Any:

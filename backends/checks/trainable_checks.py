@@ -1,4 +1,4 @@
-"""Refuse modules that no backend can train exactly."""
+"""Refuse modules that a backend cannot train exactly."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WHOLE_MICROBATCH: Final = (
 
 
 def trained_blocks(blocks: Sequence[Block]) -> list[Block]:
-    """Return the blocks of trained tensors, without those of buffers that forward changes."""
+    """Return the blocks of trained tensors, without those of buffers and counters."""
     return [block for block in blocks if block.is_trained]
 
 
@@ -39,8 +39,8 @@ def trained_parameters(
     """Return the blocks' parameters by name.
 
     Raises:
-        SamestepError: A tensor is missing, has another shape, is not float32 or is frozen; or the
-            module is compiled.
+        SamestepError: A tensor is missing, has another shape, is not float32, is frozen or shares
+            memory with another tensor; or the module is compiled by torch.jit.script.
     """
     refuse_scripted(module)
     parameters = dict(module.named_parameters())
@@ -74,8 +74,9 @@ def refuse_shared_memory(
 ) -> None:
     """Refuse trained tensors that share memory with another tensor.
 
-    Trained tensors move to separate memory; tensors that shared memory with them would not follow.
-    One parameter with several names is fine; torch would update two parameters in one memory twice.
+    Trained tensors move to separate memory, so a tensor that shared memory with them would miss
+    their updates; torch would update two parameters in one memory twice. One parameter with several
+    names is allowed.
 
     Args:
         module: The module on the CPU; its parameters and buffers are checked.
@@ -101,7 +102,7 @@ def refuse_shared_memory(
             trained_name, other_name = (
                 (name, other) if name in trained_parameters else (other, name)
             )
-            _refuse_one_memory(trained_name, other_name, tensors_by_name)
+            _refuse_shared_tensor(trained_name, other_name, tensors_by_name)
     for name, parameter in trained_parameters.items():
         if torch._debug_has_internal_overlap(parameter) == 1:  # noqa: SLF001
             raise SamestepError(
@@ -129,7 +130,8 @@ def overlapping_pairs(tensors_by_name: Mapping[str, torch.Tensor]) -> Iterator[t
 
 
 def _span(name: str, tensor: torch.Tensor) -> tuple[int, int, str] | None:
-    """Return a tensor's first byte, the byte after its last, and its name; None if not on CPU."""
+    """Return a tensor's first address, the address after its last byte, and its name; None if the
+    tensor has no dense memory on the CPU."""
     is_dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
     if not is_dense or tensor.is_nested or not tensor.numel():
         return None
@@ -152,7 +154,7 @@ def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
         return True
 
 
-def _refuse_one_memory(
+def _refuse_shared_tensor(
     trained_name: str, other_name: str, tensors_by_name: Mapping[str, torch.Tensor]
 ) -> None:
     trained_tensor, other_tensor = tensors_by_name[trained_name], tensors_by_name[other_name]
@@ -220,7 +222,12 @@ def refuse_running_statistics(
 
 
 def own_buffers(name: str, layer: torch.nn.Module) -> list[str]:
-    """Return the names of a submodule's own buffers, given its name in the module."""
+    """Return the full names of a submodule's own buffers.
+
+    Args:
+        name: The submodule's name in the module.
+        layer: The submodule.
+    """
     prefix = f"{name}." if name else ""
     return [prefix + buffer_name for buffer_name, _ in layer.named_buffers(recurse=False)]
 
@@ -248,8 +255,8 @@ def has_gradient_hook(parameter: torch.Tensor) -> bool:
 def hooks_need_backward(parameter: torch.Tensor) -> bool:
     """Whether a hook runs only when gradients accumulate, which `torch.autograd.grad` skips.
 
-    torch does not list hooks on the graph's accumulation node. But whoever registers a hook must
-    hold a reference to the node, since hooks die with the node. So the references are counted.
+    torch does not list hooks on the graph's accumulation node. But hooks die with the node, so code
+    that registers a hook keeps a reference to the node, and a further reference means a hook.
     """
     if has_accumulated_hook(parameter):
         return True
@@ -266,7 +273,7 @@ def has_accumulated_hook(parameter: torch.Tensor) -> bool:
 
 
 def _node_references(parameter: torch.Tensor) -> int:
-    """Count references to the accumulation node; graphs that are kept alive add none."""
+    """Count the Python references to the accumulation node; graphs that are alive add none."""
     graph = parameter.view_as(parameter).grad_fn
     assert graph is not None
     return sys.getrefcount(graph.next_functions[0][0])

@@ -1,4 +1,4 @@
-"""The eager backend: torch's own autograd on a `cpu` or `cuda` device.
+"""The eager backend: torch's own autograd on any device that torch supports.
 
-Imports `backends.base`. Start with `eager`.
+Imports `base`, `losses`, `quantization` and `checks` of `backends`. Start with `eager`.
 """

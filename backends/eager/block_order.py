@@ -22,8 +22,13 @@ tensors that differ only in shape."""
 class BlockOrder:
     """The blocks of one microbatch, from the first gradient to the last emitted block.
 
-    `add` does little work, since it runs between two matrix products: gradients are kept
-    without a copy.
+    `add` runs between two matrix products, so it does little work and copies no gradient.
+
+    Args:
+        blocks: The manifest's blocks.
+        emit: Receives each block.
+        unused_names: Names of tensors that backward does not reach, whose gradients do not delay a
+            block.
     """
 
     def __init__(self, blocks: Sequence[Block], emit: Emit, unused_names: frozenset[str]) -> None:
@@ -40,7 +45,11 @@ class BlockOrder:
         self._emit_complete()
 
     def add(self, number: int, name: str, gradient: torch.Tensor) -> None:
-        """Take the final gradient of one tensor of a block, in any layout, without a copy."""
+        """Store the final gradient of one tensor of a block, in any layout, without a copy.
+
+        Raises:
+            SamestepError: The tensor already has a gradient, or its block has been emitted.
+        """
         gradients = self._gradients[number]
         if number > self._next_block or name in gradients:
             raise SamestepError(
@@ -58,22 +67,22 @@ class BlockOrder:
         return self._next_block < len(self._blocks) - 1
 
     def flush(self) -> None:
-        """Emit all remaining blocks: backward is over, so missing gradients are absent."""
+        """Emit all remaining blocks: backward has ended, so missing gradients are absent."""
         while self._next_block >= 0:
             self._finish_block()
 
     def _emit_complete(self) -> None:
-        """Emit every block that is due and complete."""
+        """Emit the next blocks, up to the first that lacks gradients."""
         while self._next_block >= 0 and not self._missing_counts[self._next_block]:
             self._finish_block()
 
     def _finish_block(self) -> None:
         number, self._next_block = self._next_block, self._next_block - 1
         gradients, self._gradients[number] = self._gradients[number], {}
-        self._emit(number, [_flat(gradients.get(t.name)) for t in self._blocks[number].tensors])
+        self._emit(number, [_flatten(gradients.get(t.name)) for t in self._blocks[number].tensors])
 
 
-def _flat(gradient: torch.Tensor | None) -> torch.Tensor | None:
+def _flatten(gradient: torch.Tensor | None) -> torch.Tensor | None:
     if gradient is None:
         return None
     return (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)

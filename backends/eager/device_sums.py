@@ -42,13 +42,13 @@ def join_parts(
         for (tensor, slice_), part in zip(block.slices(), parts, strict=True)
         if part is not None and tensor.elements
     ]
-    for start in starts:  # turns -0.0 into +0.0, and keeps any other value
+    for start in starts:  # a first value of -0.0, which would mean "absent", becomes +0.0
         flat[start : start + 1] += 0.0
     return flat
 
 
 class SubtreeSums:
-    """The sums of one subtree, taken on the device.
+    """The sums of one subtree, which the device adds.
 
     Args:
         leaves: Number of microbatches.
@@ -67,7 +67,7 @@ class SubtreeSums:
     def add(self, leaf: int, block: int, gradient: torch.Tensor) -> torch.Tensor | None:
         """Add a microbatch's gradient of a block; return the sum after the last microbatch.
 
-        The sum takes over the gradient's memory.
+        The sum reuses the gradient's memory.
         """
         sums = self._blocks[block]
         sums.put(Subtree(leaf, leaf + 1), gradient)
@@ -156,7 +156,7 @@ class StagingMemory:
             self._changed.notify_all()
 
     def release_all(self) -> None:
-        """Free all parts: nobody reads them any more."""
+        """Free all parts, which no copy uses any more."""
         with self._changed:
             self._in_use.clear()
             self._changed.notify_all()

@@ -26,7 +26,7 @@ from backends.base.interface import (
     Batch,
     BlockAdded,
     BlockGradient,
-    Captured,
+    CaptureResult,
     DeviceInfo,
     Leaf,
     Loss,
@@ -48,8 +48,8 @@ from backends.checks.additivity import LossTrial, call_under_no_grad, refuse_unl
 from backends.checks.outside_table import (
     TableLookup,
     TableLookups,
+    find_failing_index,
     find_outside_index,
-    outside_index_of,
 )
 from backends.checks.trainable_checks import (
     WHOLE_MICROBATCH,
@@ -94,7 +94,7 @@ class EagerBackend:
         """
         numerics.make_deterministic()
         self.device = torch_devices.torch_device(kind, index)
-        with torch_devices.naming_device_errors(self.device):
+        with torch_devices.convert_device_errors(self.device):
             torch_devices.set_current(self.device)
         self._kind, self._index = kind, index
 
@@ -130,13 +130,13 @@ class EagerBackend:
                 f"the run's arithmetic is canonical, which torch on {self.device.type} does not "
                 "compute; take the card through its Vulkan driver: worker --backend vulkan"
             )
-        with torch_devices.naming_device_errors(self.device, "the model with one microbatch"):
+        with torch_devices.convert_device_errors(self.device, "the model with one microbatch"):
             program = self._build_program(trainable)
             try:
-                if trainable.rows is None:
+                if trainable.capture_rows is None:
                     program.check(example)
                 else:
-                    program.rows(example)
+                    program.capture_rows(example)
             except BaseException:
                 program.close()
                 raise
@@ -152,7 +152,7 @@ class EagerProgram(HostSummedProgram):
     _can_share_parameters = True
 
     def __init__(self, device: torch.device, trainable: Trainable) -> None:
-        trainable = with_backward_loss(trainable, self._observe)
+        trainable = with_backward_loss(trainable, self._store_fields)
         if trainable.module is None or trainable.loss is None:
             raise SamestepError(f"the {device.type} backend needs a torch module and a loss")
         super().__init__(trainable.blocks)
@@ -163,7 +163,7 @@ class EagerProgram(HostSummedProgram):
         self._embedded: list[Rows] = []
         self._loss: Callable[[Any, Mapping[str, Any]], Any] = trainable.loss
         self._evaluate = trainable.evaluate
-        self._rows = trainable.rows
+        self._capture = trainable.capture_rows
         self._evaluation_parts = trainable.evaluation_parts
         self._unit = trainable.unit
         self._seed = trainable.seed
@@ -212,7 +212,7 @@ class EagerProgram(HostSummedProgram):
             self._thread.submit(self._share, parameters).result()
 
     def gradients(self, leaves: Sequence[Leaf]) -> SubtreeGradients:
-        """See `Program.gradients`; sums are taken on the device if it copies asynchronously."""
+        """See `Program.gradients`; the device adds gradients itself if it copies asynchronously."""
         if self._copier is None:
             return super().gradients(leaves)
         sums = SubtreeSums(len(leaves), len(self._blocks), self._device)
@@ -224,7 +224,7 @@ class EagerProgram(HostSummedProgram):
         abandoned = threading.Event()
         results: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         work = _Work(leaf, batch, seed, results.put, abandoned, sums)
-        computation = self._thread.submit(self._microbatch, work)
+        computation = self._thread.submit(self._compute_microbatch, work)
         computation.add_done_callback(results.put)
         copier = self._copier
 
@@ -237,7 +237,7 @@ class EagerProgram(HostSummedProgram):
             if copier is not None:
                 copier.staging.release_all()
 
-        return Microbatch(_items(results, abandoned, copier), stop)
+        return Microbatch(_results(results, abandoned, copier), stop)
 
     def evaluate(self, batch: Batch) -> Sums:
         """Compute evaluation sums of one batch.
@@ -249,15 +249,15 @@ class EagerProgram(HostSummedProgram):
             raise SamestepError("this task has no evaluation")
         return self._thread.submit(self._run_in_evaluation_mode, self._evaluate, batch).result()
 
-    def rows(self, batch: Batch) -> Captured:
+    def capture_rows(self, batch: Batch) -> CaptureResult:
         """Capture one microbatch.
 
         Raises:
             SamestepError: The task captures nothing.
         """
-        if self._rows is None:
+        if self._capture is None:
             raise SamestepError("this task captures nothing")
-        return self._thread.submit(self._run_in_evaluation_mode, self._rows, batch).result()
+        return self._thread.submit(self._run_in_evaluation_mode, self._capture, batch).result()
 
     def embed(self, leaves: Sequence[Leaf]) -> Generator[Rows, None, None]:
         """See `backends.base.interface.ComputesCoupledLoss`."""
@@ -274,7 +274,7 @@ class EagerProgram(HostSummedProgram):
         return embedded
 
     def keeps_subnormals(self) -> bool:
-        """Check the device thread now, and once the other threads that compute."""
+        """Check the device thread at each call, and the other computing threads at the first."""
         return self._thread.submit(self._keeps_subnormals).result()
 
     def inner_steps(self, optimizer: OptimizerSpec) -> EagerInnerSteps:
@@ -336,8 +336,8 @@ class EagerProgram(HostSummedProgram):
 
     @contextmanager
     def _hide_accumulated_gradients(self) -> Iterator[None]:
-        """Within the context the user's hooks see the gradient of one microbatch, as in
-        `_microbatch`."""
+        """Context in which the user's hooks receive the gradient of one microbatch, as in
+        `_compute_microbatch`."""
         accumulated_gradients = [parameter.grad for parameter in self._parameters_with_hooks]
         for parameter in self._parameters_with_hooks:
             parameter.grad = None
@@ -394,7 +394,7 @@ class EagerProgram(HostSummedProgram):
 
     def _copy_in(self, parameters: list[Array]) -> None:
         with torch.no_grad():
-            for target, source in self._pairs(parameters):
+            for target, source in self._values_by_parameter(parameters):
                 if target.data_ptr() == source.data_ptr():
                     # Caches keyed on the version must notice the change.
                     increment_version(target)
@@ -403,25 +403,27 @@ class EagerProgram(HostSummedProgram):
         self._buffers.load(parameters)
 
     def _share(self, parameters: list[Array]) -> None:
-        for target, source in self._pairs(parameters):
+        for target, source in self._values_by_parameter(parameters):
             # A tensor's alignment can affect the bits of a product.
             if source.data_ptr() % numerics.ALIGNMENT_BYTES == 0:
                 target.data = source
 
-    def _pairs(self, parameters: list[Array]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _values_by_parameter(
+        self, parameters: list[Array]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield each trainable tensor and its new values."""
         for block, values in zip(self._blocks, parameters, strict=True):
             for tensor, slice_ in block.slices() if block.is_trained else ():
                 source = _tensor_of(values[slice_].reshape(tensor.shape))
                 yield self._parameters[tensor.name], source
 
-    def _microbatch(self, work: _Work) -> Loss | None:
+    def _compute_microbatch(self, work: _Work) -> Loss | None:
         self._abandoned = work.abandoned
         can_retry = True
-        with torch_devices.naming_device_errors(self._device, "one microbatch"):
+        with torch_devices.convert_device_errors(self._device, "one microbatch"):
             while True:
                 try:
-                    with self._buffers.restored():
+                    with self._buffers.restore_afterwards():
                         return self._forward_and_backward(work)
                 except RuntimeError as error:
                     has_emitted = self._order is not None and self._order.has_emitted
@@ -431,7 +433,7 @@ class EagerProgram(HostSummedProgram):
                     self._order = self._fields = None
                     for parameter in self._parameters.values():
                         parameter.grad = None
-                # Another program may have freed memory, or torch's cache had holes: try again.
+                # Try again: another program may have freed memory, or torch's cache was fragmented.
                 torch_devices.release_memory(self._device)
                 can_retry = False
 
@@ -471,7 +473,7 @@ class EagerProgram(HostSummedProgram):
         is_sum = self._unit == "sample" or self._coupled is not None
         return loss if is_sum else loss * batch.weight
 
-    def _observe(self, fields: Mapping[str, torch.Tensor]) -> None:
+    def _store_fields(self, fields: Mapping[str, torch.Tensor]) -> None:
         self._fields = fields
 
     def _embed(self, batch: Batch, seed: int) -> Rows:
@@ -484,8 +486,8 @@ class EagerProgram(HostSummedProgram):
         assert coupled is not None, "only tasks with a coupled loss have embeddings"
         self._abandoned = threading.Event()
         with (
-            torch_devices.naming_device_errors(self._device, "one microbatch"),
-            self._buffers.restored(),
+            torch_devices.convert_device_errors(self._device, "one microbatch"),
+            self._buffers.restore_afterwards(),
         ):
             self._module.train()
             numerics.seed_everything(seed, self._device)
@@ -493,7 +495,7 @@ class EagerProgram(HostSummedProgram):
 
     def _embed_arrays(self, arrays: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         assert self._coupled is not None
-        with self._computing():
+        with self._compute_context():
             return embed_batch(self._coupled, self._module, arrays)
 
     def _step_loss(self, rows: Rows, seed: int) -> StepLoss:
@@ -501,8 +503,8 @@ class EagerProgram(HostSummedProgram):
         assert coupled is not None, "see _embed"
         self._abandoned = threading.Event()
         with (
-            torch_devices.naming_device_errors(self._device, "the loss over a step"),
-            self._buffers.restored(),
+            torch_devices.convert_device_errors(self._device, "the loss over a step"),
+            self._buffers.restore_afterwards(),
         ):
             self._module.train()
             numerics.seed_everything(seed, self._device)
@@ -511,7 +513,7 @@ class EagerProgram(HostSummedProgram):
             except (SamestepError, MemoryError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
-                if describe_error(error) == NO_MEMORY or device_errors.concerns_device(error):
+                if describe_error(error) == NO_MEMORY or device_errors.is_machine_specific(error):
                     raise
                 raise DataError(f"batch_loss raised {describe_raised(error)}") from error
 
@@ -532,9 +534,9 @@ class EagerProgram(HostSummedProgram):
                     f"breaks {self._device} for this process; --backend cpu names the index",
                     batch,
                 ) from error
-            if describe_error(error) == NO_MEMORY or device_errors.concerns_device(error):
+            if describe_error(error) == NO_MEMORY or device_errors.is_machine_specific(error):
                 raise  # an error of the device, not of the model
-            if bad_index := outside_index_of(error, arrays):
+            if bad_index := find_failing_index(error, arrays):
                 raise LossFailed(bad_index.text, batch, bad_index.row) from error
             raise LossFailed(
                 f"the model or its loss raised {describe_raised(error)}", batch
@@ -569,32 +571,32 @@ class EagerProgram(HostSummedProgram):
 
         def attempt() -> T:
             numerics.seed_everything(self._seed, self._device)
-            with self._computing():
+            with self._compute_context():
                 return function(self._module, arrays)
 
         with (
-            torch_devices.naming_device_errors(self._device, "one microbatch of evaluation"),
-            self._buffers.restored(),
+            torch_devices.convert_device_errors(self._device, "one microbatch of evaluation"),
+            self._buffers.restore_afterwards(),
         ):
             try:
                 return call_under_no_grad(attempt)
             except (IndexError, RuntimeError) as error:
-                if device_errors.concerns_device(error):
+                if device_errors.is_machine_specific(error):
                     raise
-                if (bad_index := outside_index_of(error, arrays)) is None:
+                if (bad_index := find_failing_index(error, arrays)) is None:
                     raise
                 raise DataError(bad_index.text) from error
 
     def _loss_of(self, arrays: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the loss sum in float32; backward computes in the types that forward used."""
-        with self._computing():
+        with self._compute_context():
             loss: torch.Tensor = self._loss(self._module, arrays)
         return loss.float() if loss.dtype in {torch.bfloat16, torch.float16} else loss
 
     @contextmanager
-    def _computing(self) -> Iterator[None]:
-        """Compute in half precision where autocast considers it safe, if requested; reductions stay
-        in float32.
+    def _compute_context(self) -> Iterator[None]:
+        """Context of a computation by the model; with half precision, autocast decides which
+        operators use it, and reductions stay in float32.
 
         Raises:
             SamestepError: Forward has changed a trained tensor, whose memory the replica may
@@ -631,7 +633,7 @@ class EagerProgram(HostSummedProgram):
         }
 
     def _check(self, example: Batch) -> None:
-        with self._buffers.restored():
+        with self._buffers.restore_afterwards():
             self._check_restored(example)
 
     def _check_restored(self, example: Batch) -> None:
@@ -744,7 +746,7 @@ class _Work:
 _Item = BlockParts | BlockAdded | BlockCopy | Future[Loss | None]
 
 
-def _items(
+def _results(
     results: queue.SimpleQueue[_Item], abandoned: threading.Event, copier: BlockCopier | None
 ) -> Iterator[BlockParts | BlockAdded | BlockGradient | Loss]:
     """Yield the results of the device thread, and raise its errors."""
@@ -760,7 +762,7 @@ def _items(
             yield item
             continue
         assert copier is not None
-        with torch_devices.naming_device_errors(copier.device):
+        with torch_devices.convert_device_errors(copier.device):
             values, summed_loss = item.finish(copier.staging)
         if abandoned.is_set():
             return
@@ -811,7 +813,7 @@ class _DeviceThread(Executor):
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                with torch_devices.naming_device_errors(self._device):
+                with torch_devices.convert_device_errors(self._device):
                     if begin is not None:
                         begin()
                         begin = None

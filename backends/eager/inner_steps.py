@@ -1,8 +1,9 @@
 """Inner steps on a torch device, where parameters and moments stay from step to step.
 
-The rules are those of `protocol.exact.update` in torch's operations: elementwise operations, and
-sums in a fixed order. So machines with equal numerics profiles agree. The bits differ from those of
-the exact update, which is fine: like a gradient, an inner phase is computed by one machine.
+The equations are those of `protocol.exact.update`, computed with torch's elementwise operations and
+with sums in a fixed order, so machines with equal numerics profiles agree. The bits differ from
+those of the exact update. That is harmless, because one machine computes an inner phase, like a
+gradient.
 """
 
 from __future__ import annotations
@@ -190,8 +191,8 @@ class EagerInnerSteps:
         return total if math.isfinite(total) else math.nan
 
     def _clip(self, gradients: dict[int, torch.Tensor]) -> None:
-        """Clip by value, or by norm: each group with a clip_norm on its own, and the rest
-        together."""
+        """Clip by value, or by norm: each group with a clip_norm by its own norm, and all other
+        tensors by their common norm."""
         spec = self._optimizer
         if spec.clip_value is not None:
             torch._foreach_clamp_min_(list(gradients.values()), -spec.clip_value)
@@ -214,17 +215,17 @@ class EagerInnerSteps:
     def _update_group(self, group: _TensorGroup, scalars: StepScalars) -> None:
         match self._optimizer.name:
             case "sgd":
-                self._sgd(group, scalars)
+                self._update_sgd(group, scalars)
             case "momentum" | "nesterov":
-                self._momentum(group, scalars)
+                self._update_momentum(group, scalars)
             case "adam" | "adamw":
-                self._adam(group, scalars)
+                self._update_adam(group, scalars)
             case "rmsprop":
-                self._rmsprop(group, scalars)
+                self._update_rmsprop(group, scalars)
             case "adagrad":
-                self._adagrad(group, scalars)
+                self._update_adagrad(group, scalars)
             case "lion":
-                self._lion(group, scalars)
+                self._update_lion(group, scalars)
             case _:
                 raise AssertionError(f"no inner step of {self._optimizer.name}")
 
@@ -261,11 +262,11 @@ class EagerInnerSteps:
         if group.decays:
             torch._foreach_add_(group.gradients, group.parameters, alpha=weight_decay)
 
-    def _sgd(self, group: _TensorGroup, scalars: StepScalars) -> None:
+    def _update_sgd(self, group: _TensorGroup, scalars: StepScalars) -> None:
         self._add_decay(group, scalars.weight_decay)
         torch._foreach_add_(group.parameters, group.gradients, alpha=-scalars.learning_rate)
 
-    def _momentum(self, group: _TensorGroup, scalars: StepScalars) -> None:
+    def _update_momentum(self, group: _TensorGroup, scalars: StepScalars) -> None:
         (velocity,), gradients = group.moments, group.gradients
         self._add_decay(group, scalars.weight_decay)
         torch._foreach_mul_(velocity, scalars.momentum)
@@ -275,7 +276,7 @@ class EagerInnerSteps:
             velocity = gradients
         torch._foreach_add_(group.parameters, velocity, alpha=-scalars.learning_rate)
 
-    def _adam(self, group: _TensorGroup, scalars: StepScalars) -> None:
+    def _update_adam(self, group: _TensorGroup, scalars: StepScalars) -> None:
         first_moment, second_moment = group.moments[:2]
         gradients = group.gradients
         if self._optimizer.name == "adam":
@@ -293,7 +294,7 @@ class EagerInnerSteps:
         torch._foreach_add_(roots, scalars.epsilon)
         torch._foreach_addcdiv_(group.parameters, first_moment, roots, -scalars.step_size)
 
-    def _adagrad(self, group: _TensorGroup, scalars: StepScalars) -> None:
+    def _update_adagrad(self, group: _TensorGroup, scalars: StepScalars) -> None:
         (squares,), gradients = group.moments, group.gradients
         self._add_decay(group, scalars.weight_decay)
         torch._foreach_addcmul_(squares, gradients, gradients, 1.0)
@@ -301,7 +302,7 @@ class EagerInnerSteps:
         torch._foreach_add_(roots, scalars.epsilon)
         torch._foreach_addcdiv_(group.parameters, gradients, roots, -scalars.learning_rate)
 
-    def _rmsprop(self, group: _TensorGroup, scalars: StepScalars) -> None:
+    def _update_rmsprop(self, group: _TensorGroup, scalars: StepScalars) -> None:
         squares, gradients = group.moments[0], group.gradients
         self._add_decay(group, scalars.weight_decay)
         torch._foreach_mul_(squares, scalars.beta2)
@@ -322,7 +323,7 @@ class EagerInnerSteps:
         torch._foreach_addcdiv_(velocity, gradients, roots)
         torch._foreach_add_(group.parameters, velocity, alpha=-scalars.learning_rate)
 
-    def _lion(self, group: _TensorGroup, scalars: StepScalars) -> None:
+    def _update_lion(self, group: _TensorGroup, scalars: StepScalars) -> None:
         (moment,), gradients = group.moments, group.gradients
         if group.decays:
             torch._foreach_mul_(group.parameters, scalars.decay_factor)

@@ -150,13 +150,13 @@ def move_to_own_storage(module: torch.nn.Module, device: torch.device) -> None:
         module.to(device)
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
-        has_real_address = torch_devices.kind_of(device).keeps_alignment
+        has_real_address = torch_devices.kind_of(device).has_memory_addresses
         assert not has_real_address or tensor.data_ptr() % ALIGNMENT_BYTES == 0
 
 
 def numerics_profile(device: torch.device, threads: int) -> Mapping[str, str]:
     """Return everything that determines the bits on this device, by name."""
-    facts = {
+    profile = {
         "device": device.type,
         "processor" if device.type == "cpu" else "name": torch_devices.device_name(device),
         "torch": str(torch.__version__),
@@ -165,34 +165,34 @@ def numerics_profile(device: torch.device, threads: int) -> Mapping[str, str]:
     }
     # A card's bits do not depend on the host's processor: the card also sums microbatches.
     if not torch_devices.kind_of(device).copies_asynchronously:
-        facts["threads"] = str(threads)
-        facts["isa"] = torch.backends.cpu.get_cpu_capability()
+        profile["threads"] = str(threads)
+        profile["isa"] = torch.backends.cpu.get_cpu_capability()
     else:
         # Libraries choose kernels by these, and cards of one name can differ in them.
-        facts["memory"] = str(torch_devices.memory_bytes(device))
-        facts["multiprocessors"] = str(torch_devices.multiprocessors(device))
+        profile["memory"] = str(torch_devices.memory_bytes(device))
+        profile["multiprocessors"] = str(torch_devices.multiprocessors(device))
     if device.type == "xpu":
-        facts["driver"] = str(torch.xpu.get_device_properties(device).driver_version)
+        profile["driver"] = str(torch.xpu.get_device_properties(device).driver_version)
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
-        facts["cublas_workspace"] = os.environ["CUBLAS_WORKSPACE_CONFIG"]
-        facts["cudnn"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
-        facts["compute_capability"] = f"{major}.{minor}"
+        profile["cublas_workspace"] = os.environ["CUBLAS_WORKSPACE_CONFIG"]
+        profile["cudnn"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+        profile["compute_capability"] = f"{major}.{minor}"
         if torch.version.hip is None:
-            facts["cuda"] = str(torch.version.cuda)
-            facts["driver"] = _cuda_driver()
-            facts["cuda_libraries"] = _cuda_libraries()
+            profile["cuda"] = str(torch.version.cuda)
+            profile["driver"] = _cuda_driver()
+            profile["cuda_libraries"] = _cuda_libraries()
         else:  # ROCm's libraries are part of torch, whose build is recorded above
-            facts["rocm"] = str(torch.version.hip)
-            facts["architecture"] = str(torch.cuda.get_device_properties(device).gcnArchName)
-            facts["driver"] = f"{platform.system()} {platform.release()}"
+            profile["rocm"] = str(torch.version.hip)
+            profile["architecture"] = str(torch.cuda.get_device_properties(device).gcnArchName)
+            profile["driver"] = f"{platform.system()} {platform.release()}"
     if device.type == "mps":
-        facts["driver"] = f"macOS {platform.mac_ver()[0]}"
+        profile["driver"] = f"macOS {platform.mac_ver()[0]}"
     card_variables = (*_BIT_DECIDING_VARIABLES, *_CARD_VARIABLES)
     for variable in card_variables if device.type != "cpu" else _BIT_DECIDING_VARIABLES:
         if variable in os.environ:
-            facts[variable] = os.environ[variable]
-    return facts
+            profile[variable] = os.environ[variable]
+    return profile
 
 
 def keeps_subnormals(device: torch.device, *, in_every_thread: bool) -> bool:

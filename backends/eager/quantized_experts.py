@@ -83,9 +83,9 @@ def quantize_experts(
 
     Args:
         module: The module that contains the layer, adapted by peft or not.
-        layer: See `backends.quantization.frozen_base.expert_stacks`.
+        layer: One of `backends.quantization.frozen_base.expert_layers`.
         storage: Any storage type except f32.
-        device: The device that stores and dequantizes them.
+        device: The device that stores and dequantizes the stacks.
         scratch: Memory for one dequantized matrix; all layers share it.
     """
     stacks: dict[str, list[QuantizedWeight]] = {}

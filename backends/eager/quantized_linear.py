@@ -1,4 +1,4 @@
-"""Frozen linear layers whose weights are converted to compute, in forward and again in backward.
+"""Frozen linear layers that convert their weights in forward, and again in backward.
 
 A quantized weight is dequantized for its product, so there is only one dequantized weight at any
 time. A weight that is stored in the type in which the layer computes (bfloat16 under autocast to
@@ -21,15 +21,15 @@ from backends.quantization.quantize import NF4, Quantized, Storage
 
 _PART_ELEMENTS_OF_CPU: Final = 1 << 18
 """`PART_ELEMENTS` of a CPU: a part fits its cache."""
-_SAME_DTYPE: Final = {"bf16": torch.bfloat16, "f16": torch.float16}
+_FLOAT_DTYPES: Final = {"bf16": torch.bfloat16, "f16": torch.float16}
 _INDICES_AT_ONCE: Final = 1 << 16
-"""Bytes of nf4 that are converted to indices at a time: few, so that the indices leave no hole in
+"""Bytes of nf4 that a CPU converts to indices at a time: few, so that the indices do not fragment
 memory; see `ScratchBuffer`."""
-_HALVES: Final = np.arange(256)[:, None] >> np.array([0, 4]) & 15
+_NIBBLES: Final = np.arange(256)[:, None] >> np.array([0, 4]) & 15
 """The two codes of each byte: (256, 2), the lower half first."""
 _PAIRS: Final = {
-    "nf4": torch.from_numpy(NF4[_HALVES]),
-    "int4": torch.from_numpy(_HALVES.astype(np.float32) - 8),
+    "nf4": torch.from_numpy(NF4[_NIBBLES]),
+    "int4": torch.from_numpy(_NIBBLES.astype(np.float32) - 8),
 }
 """The two numbers of each byte, as a table of 256 rows."""
 
@@ -56,16 +56,16 @@ class QuantizedWeight:
             stored.storage, "uint8"
         )
         bits = torch.from_numpy(stored.words.view(dtype_name))
-        self.dtype: torch.dtype | None = _SAME_DTYPE.get(stored.storage)
+        self.dtype: torch.dtype | None = _FLOAT_DTYPES.get(stored.storage)
         """The floating-point type in which the matrix is stored; None for integers with scales."""
         # Copied to memory that torch allocates: an operand's alignment can change a product's bits.
         self._bits = bits.to(device, copy=self.dtype is not None)
         if self.dtype is not None:
             self._bits = self._bits.view(self.dtype)
         self._scales = torch.from_numpy(stored.scales).to(device)
-        # Where memory is the limit, one kernel reads numbers and scales and writes the operand; the
-        # CPU would make a copy of each in a common type.
-        self._multiplies_at_once = device.type not in ("cpu", "mps")
+        # On a card one kernel reads numbers and scales and writes the operand, which saves memory
+        # traffic. The CPU would first copy both to a common type.
+        self._has_fused_product = device.type not in ("cpu", "mps")
 
     @property
     def nbytes(self) -> int:
@@ -96,14 +96,14 @@ class QuantizedWeight:
             wide: Memory of the same shape in float32, which is overwritten; may be `target`.
             start: The first row.
         """
-        per_row = len(self._bits) // self.shape[0]
-        bits = self._bits[start * per_row : (start + len(target)) * per_row]
+        bits_per_row = len(self._bits) // self.shape[0]
+        bits = self._bits[start * bits_per_row : (start + len(target)) * bits_per_row]
         if self.dtype is not None:
             target.view(-1).copy_(bits)
             return target
         groups = self.shape[1] // self._group
         scales = self._scales[start * groups : (start + len(target)) * groups][:, None]
-        if self._multiplies_at_once:
+        if self._has_fused_product:
             numbers = bits if self._storage == "int8" else self._decode_pairs(bits, wide)
             numbers = numbers.view(-1, self._group)
             torch.mul(numbers, scales, out=target.view(-1, self._group))
@@ -121,7 +121,7 @@ class QuantizedWeight:
         return target if target is wide else target.copy_(wide)
 
     def _decode_pairs(self, bits: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
-        """Write the two numbers of each byte into `wide`, without their scale."""
+        """Write the two numbers of each byte into `wide`, not yet multiplied by their scale."""
         pairs, table = wide.view(-1, 2), _pairs_on(self.device, self._storage)
         at_once = _INDICES_AT_ONCE if self.device.type == "cpu" else len(bits)
         for lo in range(0, len(bits), at_once):

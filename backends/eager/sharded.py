@@ -1,8 +1,9 @@
 """The eager backend with the frozen base sharded across the ranks of a group (torch's FSDP2).
 
-Each rank holds a shard of every frozen layer and gathers the rest when forward or backward reaches
-it. Trained tensors are whole on every rank, so each rank computes gradients of its own microbatches
-and sums are taken along the tree as usual. All ranks must compute at the same time.
+Each rank stores a shard of every frozen layer, and gathers the other shards when forward or
+backward reaches the layer. Trained tensors are whole on every rank, so each rank computes gradients
+of its own microbatches, and adds along the tree like any device. All ranks must compute at the same
+time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from backends.base.interface import Trainable
 from backends.eager import numerics
 from backends.eager.eager import EagerBackend, EagerProgram
-from backends.eager.sharded_base import HALVES, HalfLinear, halve_frozen_base
+from backends.eager.sharded_base import SHARDABLE_TYPES, HalfLinear, convert_base_to_half
 from protocol.base.errors import SamestepError
 from protocol.spec.sections.model import BaseDtype
 
@@ -31,8 +32,8 @@ own connection has no limit, since waiting for a run may take any time."""
 
 
 class ShardedBackend(EagerBackend):
-    """One rank's device; torch.distributed is initialized, and all ranks create their backends
-    together."""
+    """One rank's device. torch.distributed must be initialized, and all ranks must create their
+    backends together."""
 
     def __init__(self, kind: str, index: int) -> None:
         super().__init__(kind, index)
@@ -44,7 +45,7 @@ class ShardedBackend(EagerBackend):
         self._group = dist.new_group(backend=collectives, timeout=_COLLECTIVE_TIMEOUT)
 
     def _build_program(self, trainable: Trainable) -> EagerProgram:
-        if trainable.base_dtype not in ("float32", *HALVES):
+        if trainable.base_dtype not in ("float32", *SHARDABLE_TYPES):
             raise SamestepError(
                 f"expected a base in float32 or half precision with --shard, got "
                 f"{trainable.base_dtype}; write model.base_dtype=bfloat16, or remove --shard"
@@ -64,7 +65,7 @@ class ShardedProgram(EagerProgram):
 
     def _quantize_base(self, module: nn.Module, base_dtype: BaseDtype) -> None:
         if base_dtype != "float32":
-            halve_frozen_base(module, base_dtype, self._device)
+            convert_base_to_half(module, base_dtype, self._device)
 
     def _move_to_device(self, module: nn.Module) -> None:
         shard_frozen(module, self._device, self._mesh)
@@ -130,7 +131,8 @@ def _replace_memory(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
-    """Return the units that are gathered: the layers of each list of layers, innermost first."""
+    """Return the units that FSDP2 gathers: the layers with frozen parameters in each list of
+    layers, innermost first."""
     layers = [
         layer
         for stack in module.modules()

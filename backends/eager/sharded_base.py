@@ -20,9 +20,9 @@ from protocol.base.errors import SamestepError
 from protocol.machine.allocator import give_back_freed_memory
 from protocol.spec.sections.model import BaseDtype
 
-HALVES: Final = ("bfloat16", "float16")
-"""The types that can be sharded: a weight is one tensor of floats. The other types store integers
-and scales, which FSDP2 gathers in separate groups."""
+SHARDABLE_TYPES: Final = ("bfloat16", "float16")
+"""The 16-bit types that can be sharded, since a weight is one tensor of floats. The other types
+store integers and scales, which FSDP2 gathers in separate groups."""
 
 
 class HalfLinear(nn.Linear):
@@ -35,14 +35,14 @@ class HalfLinear(nn.Linear):
         return linear(input, self.weight.detach(), self.bias, self.scratch)
 
 
-def halve_frozen_base(module: nn.Module, base_dtype: BaseDtype, device: torch.device) -> None:
+def convert_base_to_half(module: nn.Module, base_dtype: BaseDtype, device: torch.device) -> None:
     """Convert every weight of the frozen base whose layer can compute with it, on the host.
 
     A layer with its own forward gets the rounded weight in float32.
 
     Args:
         module: The module.
-        base_dtype: One of `HALVES`.
+        base_dtype: A type of `SHARDABLE_TYPES`.
         device: The device that will compute.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The kinds of devices that torch supports, and the operations that samestep needs of them.
+"""The types of devices that torch supports, and the operations on them that samestep needs.
 
 All operations use torch's generic interface (`torch.accelerator`, `torch.Stream`,
 `torch.Event`, `torch.get_device_module`), so code that runs on CUDA also runs on ROCm, which torch
@@ -33,7 +33,8 @@ class DeviceKind:
         is_numbered: Whether a machine can have several devices of this kind.
         copies_asynchronously: Whether devices have streams, events and pinned memory. Gradients are
             then added on the device and copied to the host while backward continues.
-        keeps_alignment: Whether `Tensor.data_ptr` is a memory address.
+        has_memory_addresses: Whether `Tensor.data_ptr` is a memory address, so that it shows
+            alignment.
         has_float64: Whether all devices of this kind support float64.
     """
 
@@ -41,7 +42,7 @@ class DeviceKind:
     title: str
     is_numbered: bool = True
     copies_asynchronously: bool = True
-    keeps_alignment: bool = True
+    has_memory_addresses: bool = True
     has_float64: bool = True
 
 
@@ -52,8 +53,8 @@ KINDS: Final = {
         DeviceKind("cuda", "CUDA"),
         DeviceKind("xpu", "XPU"),
         DeviceKind(
-            "mps", "MPS", is_numbered=False, copies_asynchronously=False, keeps_alignment=False,
-            has_float64=False,
+            "mps", "MPS", is_numbered=False, copies_asynchronously=False,
+            has_memory_addresses=False, has_float64=False,
         ),
         DeviceKind("accelerator", "torch's accelerator"),
     )
@@ -83,7 +84,7 @@ def devices_of(backend: str) -> list[DeviceInfo]:
         return [DeviceInfo("cpu", processor_name(), True, "")]
     if reason := _why_unavailable(kind):
         return [DeviceInfo(backend, kind.title, False, reason)]
-    count = _module(torch_device(backend)).device_count() if kind.is_numbered else 1
+    count = _device_module(torch_device(backend)).device_count() if kind.is_numbered else 1
     return [_device_info(backend, index) for index in range(count)]
 
 
@@ -142,14 +143,14 @@ def _why_too_old(device: torch.device) -> str:
     )
 
 
-def _module(device: torch.device) -> Any:
+def _device_module(device: torch.device) -> Any:
     return torch.get_device_module(device)
 
 
 def device_name(device: torch.device) -> str:
     """Return the device's model name."""
     if kind_of(device).is_numbered:
-        return str(_module(device).get_device_name(device))
+        return str(_device_module(device).get_device_name(device))
     return processor_name()
 
 
@@ -157,12 +158,12 @@ def memory_bytes(device: torch.device) -> int:
     """Return the size of the device's own memory; 0 if it has none."""
     if not kind_of(device).is_numbered:
         return 0
-    return int(_module(device).get_device_properties(device).total_memory)
+    return int(_device_module(device).get_device_properties(device).total_memory)
 
 
 def multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors, as CUDA calls them; 0 if torch does not report it."""
-    properties = _module(device).get_device_properties(device)
+    properties = _device_module(device).get_device_properties(device)
     for name in ("multi_processor_count", "gpu_subslice_count", "max_compute_units"):
         if hasattr(properties, name):
             return int(getattr(properties, name))
@@ -176,12 +177,12 @@ def has_float64(device: torch.device) -> bool:
     return bool(torch.xpu.get_device_properties(device).has_fp64)
 
 
-def grow_without_holes(device: torch.device) -> None:
+def enable_expandable_segments(device: torch.device) -> None:
     """Let a card's memory segments grow in place, so varying sequence lengths do not fragment
     memory.
 
-    This is a setting of the process: call it before its first tensor on the card. A setting of the
-    user takes precedence.
+    This sets an option of the process, so it must be called before the first tensor on the card. A
+    user's environment variable takes precedence.
     """
     variables = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
     if device.type != "cuda" or torch.version.hip is not None or variables:
@@ -192,9 +193,9 @@ def grow_without_holes(device: torch.device) -> None:
 
 
 def set_current(device: torch.device) -> None:
-    """Make this the calling thread's default device."""
+    """Make the device the calling thread's default."""
     if kind_of(device).is_numbered:
-        _module(device).set_device(device)
+        _device_module(device).set_device(device)
 
 
 def seed(device: torch.device, seed: int) -> None:
@@ -202,7 +203,7 @@ def seed(device: torch.device, seed: int) -> None:
     if device.type == "mps":
         torch.mps.manual_seed(seed)
     elif device.type != "cpu":
-        _module(device).manual_seed_all(seed)
+        _device_module(device).manual_seed_all(seed)
 
 
 def release_memory(device: torch.device) -> None:
@@ -210,16 +211,16 @@ def release_memory(device: torch.device) -> None:
     if device.type == "cpu":
         return
     gc.collect()  # a model may be in a reference cycle, and a full card starts no collection
-    _module(device).empty_cache()
+    _device_module(device).empty_cache()
 
 
 @contextmanager
-def naming_device_errors(device: torch.device, need: str = "") -> Iterator[None]:
-    """Convert errors of a device to `DeviceError`; other errors pass through.
+def convert_device_errors(device: torch.device, need: str = "") -> Iterator[None]:
+    """Context in which errors of a device become `DeviceError`; other errors pass through.
 
     Args:
         device: The device that computes.
-        need: What needs the memory, for the error message.
+        need: The computation that needs the memory, for the error message.
 
     Raises:
         DeviceError: The device has failed.

@@ -1,1 +1,1 @@
-"""Losses that a backend computes in parts: a large vocabulary, and losses that couple samples."""
+"""Losses that a backend computes in parts: over a large vocabulary, or over a step's samples."""

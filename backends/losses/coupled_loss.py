@@ -55,7 +55,11 @@ def is_carried_gradient(name: str) -> bool:
 
 
 def embed_batch(coupled: CoupledLoss, module: Any, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Compute the fields of a microbatch; embeddings are float32."""
+    """Compute the fields of a microbatch; embeddings are float32.
+
+    Raises:
+        DataError: The user's function does not return a field of the layout.
+    """
     inputs = {name: array for name, array in arrays.items() if not is_carried_gradient(name)}
     fields = dict(coupled.embed(module, inputs))
     for field_spec in coupled.layout.fields:
@@ -76,7 +80,8 @@ def backward_loss(
 ) -> torch.Tensor:
     """Return <e, dL/de> of a microbatch, a sum over its samples.
 
-    If the arrays carry no gradients, as in a check or a device probe, a placeholder loss is used.
+    If the arrays carry no gradients, as in a check or a probe of the device, the loss is a
+    placeholder.
     """
     fields = embed_batch(coupled, module, arrays)
     if any(name.startswith(EMBEDDING_GRADIENT) for name in arrays):
@@ -103,9 +108,9 @@ def backward_loss(
 
 
 def _placeholder_loss(embeddings: torch.Tensor) -> torch.Tensor:
-    """Return terms whose sum shows whether a row depends on other samples than its own.
+    """Return terms whose sum shows whether a row depends on samples other than its own.
 
-    The terms include squares, because a dependence on the batch (a mean) may cancel in a plain sum.
+    The terms include squares, because a dependence on the batch (a mean) may cancel without them.
     """
     count = embeddings[0].numel()
     pattern = torch.arange(count, device=embeddings.device) % _PATTERN_LENGTH - _PATTERN_LENGTH // 2
@@ -127,7 +132,7 @@ def step_loss(
     rows: Rows,
     device: torch.device,
 ) -> StepLoss:
-    """Compute the loss of a step and its gradients; the module's own gradients are left as none.
+    """Compute the loss of a step and its gradients; `grad` of the parameters does not change.
 
     Raises:
         DataError: The loss is not one float for each sample.

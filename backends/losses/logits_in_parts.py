@@ -78,7 +78,7 @@ class LogitsInParts:
         self,
         states: torch.Tensor,
         vocabulary: int,
-        chunk_tokens: int,
+        tokens_per_part: int,
         *,
         compute_rows: _Function,
         compute_all: Callable[[], torch.Tensor],
@@ -86,7 +86,7 @@ class LogitsInParts:
     ) -> None:
         self.states = states
         self.shape = torch.Size((*states.shape[:-1], vocabulary))
-        self._chunk_tokens = chunk_tokens
+        self._tokens_per_part = tokens_per_part
         self._compute_rows = compute_rows
         self._compute_all = compute_all
         self._settings = settings
@@ -96,7 +96,7 @@ class LogitsInParts:
 
     @staticmethod
     def of(
-        head: _Function, states: torch.Tensor, vocabulary: int, chunk_tokens: int
+        head: _Function, states: torch.Tensor, vocabulary: int, tokens_per_part: int
     ) -> LogitsInParts:
         """Return the logits of a head.
 
@@ -104,14 +104,14 @@ class LogitsInParts:
             head: The head's forward.
             states: The head's inputs, (..., hidden size).
             vocabulary: Number of logits per token.
-            chunk_tokens: Number of tokens whose logits are computed at once.
+            tokens_per_part: Number of tokens whose logits are computed at once.
         """
         settings = _Settings.current(states.device.type)
         states = states.clone()  # the model may change the original in place before it is used
         return LogitsInParts(
             states,
             vocabulary,
-            chunk_tokens,
+            tokens_per_part,
             compute_rows=head,
             compute_all=lambda: head(states),
             settings=settings,
@@ -157,9 +157,9 @@ class LogitsInParts:
 
         if self._tensor is not None:
             logits = self._tensor.flatten(0, -2)
-            return [function(*part) for part in _split(self._chunk_tokens, logits, *arrays)]
+            return [function(*part) for part in _split(self._tokens_per_part, logits, *arrays)]
         states = self.states.flatten(0, -2)
-        parts = _split(self._chunk_tokens, states, *arrays)
+        parts = _split(self._tokens_per_part, states, *arrays)
         return [checkpoint(compute_part, *part, use_reentrant=False) for part in parts]
 
     def cross_entropy(
@@ -302,7 +302,7 @@ class LogitsInParts:
         derived = LogitsInParts(
             states,
             self.shape[-1],
-            self._chunk_tokens,
+            self._tokens_per_part,
             compute_rows=compute_rows,
             compute_all=lambda: derive_tensor(self.full_tensor()),
             settings=self._settings,
@@ -351,9 +351,9 @@ def _cross_entropy_of(arguments: Mapping[str, Any]) -> torch.Tensor | None:
     return logits.cross_entropy(labels, **options)
 
 
-def _split(chunk_tokens: int, *arrays: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
-    pieces: list[tuple[torch.Tensor, ...]] = [array.split(chunk_tokens) for array in arrays]  # type: ignore[no-untyped-call]
-    return zip(*pieces, strict=True)
+def _split(tokens_per_part: int, *arrays: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
+    parts: list[tuple[torch.Tensor, ...]] = [array.split(tokens_per_part) for array in arrays]  # type: ignore[no-untyped-call]
+    return zip(*parts, strict=True)
 
 
 def _slices_of(index: Any, dimensions: int) -> tuple[slice, ...] | None:

@@ -1,10 +1,10 @@
 """Losses over a large vocabulary, a few tokens at a time.
 
-The logits of 2,048 tokens over 150,000 take 1.2 GB in float32, the loss and its gradient as much
-again. So where a forward pass has more logits than `LOGITS_AT_ONCE`, the model's head returns
-`LogitsInParts` in their place. Head and loss are computed for a few tokens at a time, and once more
-in backward. The number of tokens decides the last bits of a gradient, so it depends on shapes alone
-and is the same on every machine.
+The logits of 2,048 tokens over a vocabulary of 150,000 take 1.2 GB in float32, and the loss and its
+gradient take as much again. So where a forward pass has more logits than `LOGITS_AT_ONCE`, the
+model's head returns `LogitsInParts` instead. Head and loss are computed for a few tokens at a time,
+and once more in backward. The number of tokens per part affects the last bits of a gradient, so it
+depends on shapes alone and is the same on every machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from backends.losses.logits_in_parts import LogitsInParts
 LOGITS_AT_ONCE: Final = 1 << 25
 """128 MiB of float32. Forward passes with fewer logits compute all of them at once."""
 _TOKEN_MULTIPLE: Final = 64
-"""Chunks are a multiple of this, which matrix products prefer."""
+"""The tokens of a part are a multiple of this, which is fast for matrix products."""
 VERSION: Final = "2"
 """Version of this computation in the numerics profile of models with a vocabulary.
 
@@ -31,38 +31,38 @@ Increase it with every change of a loss's bits."""
 _TOKENWISE_FORWARDS: Final = frozenset({
     nn.Linear.forward, nn.Dropout.forward, nn.Identity.forward, nn.ModuleDict.forward,
 })  # fmt: skip
-"""Forwards of layers in a head and in adapters that treat each token alone. Containers inherit the
-last one, which is never called."""
+"""Forward methods of layers in a head and in adapters that treat each token alone. Containers
+inherit the last method, which raises."""
 
 Logits = torch.Tensor | LogitsInParts
 Reduction = Literal["sum", "none"]
 
 
-def tokens_at_once(vocabulary: int) -> int:
-    """Return the number of tokens whose logits are computed at once."""
+def tokens_per_part(vocabulary: int) -> int:
+    """Return the number of tokens whose logits are computed at a time."""
     return max(_TOKEN_MULTIPLE, LOGITS_AT_ONCE // vocabulary // _TOKEN_MULTIPLE * _TOKEN_MULTIPLE)
 
 
 @contextmanager
-def large_logits_in_parts(model: nn.Module) -> Iterator[None]:
+def compute_large_logits_in_parts(model: nn.Module) -> Iterator[None]:
     """Context in which the model's forward returns `LogitsInParts` for more than
     `LOGITS_AT_ONCE` logits.
 
-    Nothing changes for models without a head over a vocabulary, or whose head may mix tokens.
+    A model without a head over a vocabulary, or with a head that may mix tokens, is unchanged.
     """
     head = output_head(model)
-    vocabulary = _outputs_of(head) if head is not None and _is_tokenwise(head) else 0
+    vocabulary = _output_count(head) if head is not None and _is_tokenwise(head) else 0
     if not vocabulary:
         yield
         return
     compute = head.forward
-    chunk_tokens = tokens_at_once(vocabulary)
+    part_tokens = tokens_per_part(vocabulary)
 
     def forward(states: torch.Tensor) -> Logits:
-        if states.shape[:-1].numel() <= chunk_tokens:
+        if states.shape[:-1].numel() <= part_tokens:
             logits: torch.Tensor = compute(states)
             return logits
-        return LogitsInParts.of(compute, states, vocabulary, chunk_tokens)
+        return LogitsInParts.of(compute, states, vocabulary, part_tokens)
 
     original = vars(head).get("forward")
     head.forward = forward
@@ -106,8 +106,9 @@ def _package_of(item: Any) -> str:
     return str(getattr(item, "__module__", "")).partition(".")[0]
 
 
-def _outputs_of(head: nn.Module) -> int:
-    """Return the number of a head's outputs, which an adapter or the layer inside has."""
+def _output_count(head: nn.Module) -> int:
+    """Return the number of a head's outputs: `out_features` of the head or of the layer inside an
+    adapter."""
     counts = (getattr(layer, "out_features", 0) for layer in head.modules())
     return int(next(filter(None, counts), 0))
 
@@ -122,7 +123,7 @@ def token_losses(
 
     Args:
         module: A model with a head over a vocabulary.
-        inputs: Keywords of the decoder's forward.
+        inputs: Keyword arguments of the model's forward.
         labels: int64, one for each token of the logits; the loss of `tokens.IGNORED_LABEL` is zero.
         reduction: "sum" for the sum over tokens, "none" for each token's loss.
     """
@@ -136,7 +137,7 @@ def token_losses(
 
 def logits_of(module: nn.Module, inputs: Mapping[str, Any]) -> Logits:
     """Return a model's logits, (..., vocabulary), large ones in parts."""
-    with large_logits_in_parts(module):
+    with compute_large_logits_in_parts(module):
         logits: Logits = module(**inputs).logits
     return logits
 
@@ -146,7 +147,7 @@ def sum_over_tokens(
     logits: Logits,
     arrays: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Return `function(logits, arrays)`, a sum over tokens, in parts if the logits are.
+    """Return `function(logits, arrays)`, a sum over tokens; with logits in parts, add part by part.
 
     Args:
         function: Takes logits, (..., vocabulary), and arrays of the same tokens.

@@ -1,1 +1,1 @@
-"""Quantized frozen weights: the formats, and how a module's base is quantized as it is read."""
+"""Quantized frozen weights: their formats, and quantizing a module's base while it is read."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from backends.quantization.mapped_weights import release_pages
-from backends.quantization.quantize import STORAGE, dequantize, group_of, quantize
+from backends.quantization.quantize import STORAGE, dequantize, group_size, quantize
 from protocol.spec.sections.model import BaseDtype
 
 
@@ -32,7 +32,7 @@ def frozen_base(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
         for name, parameter in module.named_parameters()
         if id(parameter) in (linear - embedding_ids) | stacks
         and not parameter.requires_grad
-        and group_of(parameter.shape[-1])
+        and group_size(parameter.shape[-1])
     }
 
 
@@ -53,7 +53,7 @@ def _has_stacks(layer: Any) -> bool:
     first_name = "gate_up_proj" if layer.has_gate else "up_proj"
     stacks = dict(layer.named_parameters())
     return stacks.keys() == {first_name, "down_proj"} and all(
-        stack.dim() == 3 and not stack.requires_grad and group_of(stack.shape[-1])
+        stack.dim() == 3 and not stack.requires_grad and group_size(stack.shape[-1])
         for stack in stacks.values()
     )
 

@@ -1,7 +1,8 @@
 """Quantize the weights of a frozen base one at a time, as they are read from a mapped file.
 
-A weight is read in parts, by several threads, and its pages of the file leave memory at once. So
-memory holds the quantized base, one original weight and a few parts, for models of any size.
+A weight is read in parts, by several threads, and its pages of the file are released as soon as it
+is quantized. So memory holds the quantized base, one original weight and a few parts, for models of
+any size.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from backends.quantization.quantize import Quantized, Storage, group_of, quantize, stored_bytes
+from backends.quantization.quantize import Quantized, Storage, group_size, quantize, stored_bytes
 from protocol.machine.mapped_pages import release_mapped_pages
 from protocol.machine.processor import usable_cores
 
@@ -35,7 +36,7 @@ def quantize_tensor(weight: torch.Tensor, storage: Storage) -> Quantized:
         DataError: A value is not finite, or out of range for f16 or bf16.
     """
     rows, columns = weight.shape
-    group = 0 if storage in ("bf16", "f16") else group_of(columns, storage)
+    group = 0 if storage in ("bf16", "f16") else group_size(columns, storage)
     scales = np.empty(rows * columns // group if group else 0, np.float32)
     words = np.empty(stored_bytes(rows, columns, storage) // 4 - len(scales), np.uint32)
     # No group reaches beyond a row, so quantizing in parts of whole rows does not change the bits.

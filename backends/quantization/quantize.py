@@ -6,8 +6,9 @@ becomes 127 or 7. nf4: the nearest of 16 quantiles of a normal distribution (Det
 arXiv:2305.14314). q8_0, q4_0: llama.cpp's types, with a float16 scale for every 32 values, so that
 a GGUF file's values are preserved. Plain numpy in a fixed order gives the same bits everywhere.
 
-`dequantize` is the definition for all backends: element (r, c) is its number times its group's
-scale, one float32 product. A device that dequantizes weights as it reads them computes the same.
+`dequantize` is the definition for all backends: an element of a type with scales is its number
+times its group's scale, one float32 product. A device that dequantizes weights as it reads them
+computes the same values.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ STORAGE: Final[dict[BaseDtype, Storage]] = {
 }
 
 GROUP: Final = 64
-"""Elements per scale: 0.5 bit per weight."""
+"""Largest number of elements per scale, where a scale adds 0.5 bit to each weight."""
 
 NF4: Final = np.array(
     [
@@ -48,7 +49,7 @@ NF4: Final = np.array(
     np.float32,
 )  # fmt: skip
 """The values of nf4's codes 0 to 15."""
-BITS: Final[dict[Storage, int]] = {
+BITS: Final[dict[Storage, int]] = {  # per weight, without scales
     "f32": 32, "bf16": 16, "f16": 16, "int8": 8, "q8_0": 8, "int4": 4, "nf4": 4, "q4_0": 4,
 }  # fmt: skip
 
@@ -92,7 +93,7 @@ class Quantized:
         return self.words.nbytes + self.scales.nbytes
 
 
-def group_of(columns: int, storage: Storage = "int4") -> int:
+def group_size(columns: int, storage: Storage = "int4") -> int:
     """Return how many elements share a scale: the largest power of two that divides a row.
 
     At most 64 (GGUF types: 32); 0 if below 8.
@@ -114,7 +115,7 @@ def quantize(values: Array, storage: Storage) -> Quantized:
         DataError: A value is not finite, or out of range for f16 or bf16.
     """
     rows, columns = values.shape
-    group = group_of(columns, storage)
+    group = group_size(columns, storage)
     assert group, f"expected a multiple of {_SMALLEST_GROUP} columns, got {columns}"
     if not np.isfinite(values).all():
         raise DataError(f"expected finite weights to store in {storage}, got inf or nan")
@@ -218,7 +219,7 @@ def stored_bytes(rows: int, columns: int, storage: Storage) -> int:
     """Return the size of the result of `quantize` without computing it."""
     words = rows * columns * BITS[storage] // 8
     has_scales = BITS[storage] <= 8
-    return words + (4 * rows * columns // group_of(columns, storage) if has_scales else 0)
+    return words + (4 * rows * columns // group_size(columns, storage) if has_scales else 0)
 
 
 def _bfloat16(values: Array) -> NDArray[np.uint16]:

@@ -52,9 +52,9 @@ def compile_program(
     template = replace(template, is_float16=trainable.precision == "float16")
     trainable = with_backward_loss(trainable)
     program = VulkanProgram(target, trainable, template, adds=adds)
-    if trainable.rows is not None:
+    if trainable.capture_rows is not None:
         for batch in batches:
-            program.rows(batch)
+            program.capture_rows(batch)
         return program
     example, *other_shapes = full_batches = [program.complete_batch(batch) for batch in batches]
     parity = Parity(program, trainable, full_batches)

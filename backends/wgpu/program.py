@@ -18,7 +18,7 @@ from backends.base.interface import (
     Array,
     Batch,
     BlockGradient,
-    Captured,
+    CaptureResult,
     Leaf,
     Loss,
     LossFailed,
@@ -28,7 +28,7 @@ from backends.base.interface import (
 )
 from backends.base.subtree_gradients import Microbatch, SubtreeGradients, sum_on_host
 from backends.checks.additivity import call_under_no_grad
-from backends.checks.outside_table import outside_index_of
+from backends.checks.outside_table import find_failing_index
 from backends.checks.trainable_checks import (
     refuse_gradient_hooks,
     refuse_gradients_across_samples,
@@ -128,7 +128,7 @@ class VulkanProgram:
         self._loss = trainable.loss
         self._largest_bytes = largest_bytes or device.largest_buffer_bytes
         table_bytes = CANONICAL_TABLE_BYTES if template.canonical else self._largest_bytes
-        if trainable.rows is None:
+        if trainable.capture_rows is None:
             trained_parameters(
                 trainable.module, trainable.blocks
             )  # refuses other types than float32
@@ -406,7 +406,7 @@ class VulkanProgram:
             raise SamestepError("this task has no evaluation")
         return self._evaluate(self._trainable.evaluate, batch)
 
-    def rows(self, batch: Batch) -> Captured:
+    def capture_rows(self, batch: Batch) -> CaptureResult:
         """Return the captured rows of a microbatch; as in `evaluate`, only forward runs on the
         device.
 
@@ -414,9 +414,9 @@ class VulkanProgram:
             SamestepError: The task captures empty_submissions, or needs more of the model than a
                 call.
         """
-        if self._trainable.rows is None:
+        if self._trainable.capture_rows is None:
             raise SamestepError("this task captures nothing")
-        return self._evaluate(self._trainable.rows, batch)
+        return self._evaluate(self._trainable.capture_rows, batch)
 
     def _evaluate(self, function: Callable[[Any, Mapping[str, Any]], T], batch: Batch) -> T:
         module = ModelProxy(self._weights.module, self.forward)
@@ -424,7 +424,7 @@ class VulkanProgram:
         try:
             return call_under_no_grad(lambda: function(module, arrays))
         except (IndexError, RuntimeError) as error:
-            if (bad_index := outside_index_of(error, arrays)) is None:
+            if (bad_index := find_failing_index(error, arrays)) is None:
                 raise
             raise DataError(bad_index.text) from error
 

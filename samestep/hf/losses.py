@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import torch
 
-from backends.checks.additivity import call_under_no_grad, seeded
+from backends.checks.additivity import call_under_no_grad, seed_generators
 from backends.checks.steady_draws import LEVELS, SteadyDraws
-from backends.losses.vocabulary_loss import large_logits_in_parts
+from backends.losses.vocabulary_loss import compute_large_logits_in_parts
 from protocol.base.errors import DataError
 from worker.tasks.checks.additivity import preserve_modes
 
@@ -121,13 +121,13 @@ class SummedLoss:
 
     def _value(self, sample: Mapping[str, Any], items: torch.Tensor) -> float:
         """Return the loss, with the same draws in every call."""
-        with seeded(0), SteadyDraws(LEVELS[0]):
+        with seed_generators(0), SteadyDraws(LEVELS[0]):
             loss = call_under_no_grad(lambda: self._compute(self._trainer.model, sample, items))
             return float(loss.detach())
 
     def _compute(self, model: Any, batch: Mapping[str, Any], items: Any) -> Any:
         inputs = {name: value for name, value in batch.items() if name != SAMPLES}
-        with large_logits_in_parts(model):
+        with compute_large_logits_in_parts(model):
             return self._trainer.compute_loss(model, inputs, num_items_in_batch=items)
 
     def _count(self, batch: Mapping[str, Any]) -> Any:

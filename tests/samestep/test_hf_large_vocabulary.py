@@ -52,7 +52,7 @@ def test_loss_and_gradients_are_those_of_transformers(name, smoothing, tmp_path,
     items_in_batch = stock._get_num_items_in_batch([given], torch.device("cpu"))
     stock_loss = stock.compute_loss(expected, {**given}, num_items_in_batch=items_in_batch)
     stock_loss.backward()
-    monkeypatch.setattr(vocabulary_loss, "tokens_at_once", lambda _: CHUNK_TOKENS)
+    monkeypatch.setattr(vocabulary_loss, "tokens_per_part", lambda _: CHUNK_TOKENS)
     trainer = trainer_of(samestep.hf.Trainer, model, tmp_path, smoothing=smoothing)
     losses = SummedLoss(trainer, [batch(trainer, items()[:1])])
     whole = batch(trainer, items())
@@ -71,7 +71,7 @@ def test_logits_are_those_of_a_few_tokens(name, tmp_path, monkeypatch):
     losses = SummedLoss(trainer, [batch(trainer, items(LARGE_VOCABULARY)[:1])])
     largest = []
     for at_once in (1 << 20, 33):
-        monkeypatch.setattr(vocabulary_loss, "tokens_at_once", lambda _, count=at_once: count)
+        monkeypatch.setattr(vocabulary_loss, "tokens_per_part", lambda _, count=at_once: count)
         with LargestTensor() as trained:
             losses.loss(model, batch(trainer, items(LARGE_VOCABULARY))).backward()
         with LargestTensor() as evaluated, torch.no_grad():
@@ -85,7 +85,7 @@ def test_logits_are_those_of_a_few_tokens(name, tmp_path, monkeypatch):
 def test_a_run_is_that_of_all_logits_at_once(name, tmp_path, monkeypatch):
     runs = []
     for at_once in (1 << 20, CHUNK_TOKENS):
-        monkeypatch.setattr(vocabulary_loss, "tokens_at_once", lambda _, count=at_once: count)
+        monkeypatch.setattr(vocabulary_loss, "tokens_per_part", lambda _, count=at_once: count)
         trainer = trainer_of(samestep.hf.Trainer, MODELS[name](), tmp_path / str(at_once))
         with mock.patch.object(logits_in_parts, "checkpoint", side_effect=checkpoint) as computed:
             trainer.train()

@@ -17,7 +17,7 @@ from backends.base.interface import (
     Array,
     Batch,
     BlockGradient,
-    Captured,
+    CaptureResult,
     DeviceInfo,
     GradientItem,
     Leaf,
@@ -124,12 +124,12 @@ class SimulatedDevice:
     def keeps_subnormals(self) -> bool:
         return True
 
-    def rows(self, batch: Batch) -> Captured:
+    def capture_rows(self, batch: Batch) -> CaptureResult:
         job = self._job
         assert job is not None
         self._environment.charge(self._flaws.microbatch_ms)
         samples = batch.arrays["sample_ids"].tolist()
-        return Captured(job.rows(samples), job.captured_loss(samples))
+        return CaptureResult(job.rows(samples), job.captured_loss(samples))
 
     def embed(self, leaves: Sequence[Leaf]) -> Generator[Rows, None, None]:
         job = self._job

@@ -62,7 +62,7 @@ def test_quarter_of_the_tokens_at_once_takes_a_third_of_the_memory(kind, monkeyp
     build_model, loss, make_batch = LARGE_CASES[kind]
     growths = []
     for at_once in (TOKENS, CHUNK_TOKENS):
-        monkeypatch.setattr(vocabulary_loss, "tokens_at_once", lambda _, count=at_once: count)
+        monkeypatch.setattr(vocabulary_loss, "tokens_per_part", lambda _, count=at_once: count)
         growths.append(
             peak_growth(job_of(build_model(LARGE_VOCABULARY), loss), make_batch(LARGE_VOCABULARY))
         )
@@ -77,7 +77,7 @@ def test_quarter_of_the_tokens_takes_a_third_of_the_memory_in_a_trainer(
     microbatch = padded_texts(LARGE_VOCABULARY)
     arrays = {**microbatch.arrays, SAMPLES: torch.tensor(2.0).numpy()}
     for at_once in (TOKENS, CHUNK_TOKENS):
-        monkeypatch.setattr(vocabulary_loss, "tokens_at_once", lambda _, count=at_once: count)
+        monkeypatch.setattr(vocabulary_loss, "tokens_per_part", lambda _, count=at_once: count)
         model = build_model(LARGE_VOCABULARY)
         trainer: Any = trainer_of(samestep.hf.Trainer, model, tmp_path)
         losses = SummedLoss(trainer, [trainer_batch(trainer, items(LARGE_VOCABULARY)[:1])])

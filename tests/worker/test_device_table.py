@@ -92,7 +92,9 @@ def test_json_is_one_document(monkeypatch):
 def test_json_with_trials_is_one_document(monkeypatch):
     rows = [DeviceInfo("cpu", "CPU", True, ""), DeviceInfo("cuda", "CUDA", False, "no driver")]
     monkeypatch.setattr("backends.registry.devices", lambda: rows)
-    monkeypatch.setattr("backends.canonical_devices.canonical_lines", lambda info: [info.name])
+    monkeypatch.setattr(
+        "backends.canonical_devices.describe_canonical_support", lambda info: [info.name]
+    )
     output = CliRunner().invoke(app, ["devices", "--canonical", "--json"]).stdout
     assert [row["canonical"] for row in json.loads(output)["devices"]] == [["CPU"], []]
     output = CliRunner().invoke(app, ["devices", "--canonical"]).stdout

@@ -49,7 +49,7 @@ def split(keys: Sequence[str], seed: int, fraction: float) -> tuple[list[int], l
         fraction: Share of the samples to hold out, in [0, 1).
     """
     count = held_out_count(len(keys), fraction)
-    ranked = sorted(range(len(keys)), key=lambda i: (draws.key_of(seed, "holdout", keys[i]), i))
+    ranked = sorted(range(len(keys)), key=lambda i: (draws.derive_key(seed, "holdout", keys[i]), i))
     return sorted(ranked[count:]), sorted(ranked[:count])
 
 

@@ -16,7 +16,7 @@ from typing import Final
 
 from safetensors import safe_open
 
-from backends.quantization.quantize import STORAGE, group_of, stored_bytes
+from backends.quantization.quantize import STORAGE, group_size, stored_bytes
 from protocol.base.regular_file import read_json
 from protocol.spec.sections.model import BaseDtype
 
@@ -70,7 +70,7 @@ class BaseTensor:
 
     def is_low_precision(self, base_dtype: BaseDtype) -> bool:
         """Return whether `model.base_dtype` applies to the tensor and has fewer than 32 bits."""
-        return base_dtype != "float32" and self.is_linear and bool(group_of(self.shape[-1]))
+        return base_dtype != "float32" and self.is_linear and bool(group_size(self.shape[-1]))
 
     def bytes_in(self, base_dtype: BaseDtype) -> int:
         """Return the size in memory with this `model.base_dtype`."""
@@ -156,7 +156,7 @@ def _float32_stacks(shapes: Mapping[str, Shape]) -> set[str]:
         first, down = next(iter(stacks.values())), stacks.get(names[2], ())
         is_plain = len(stacks) == 2 and first[2] == down[1]
         has_bias = any(f"{name}_bias" in shapes for name in stacks)
-        if not is_plain or has_bias or not all(group_of(shape[2]) for shape in stacks.values()):
+        if not is_plain or has_bias or not all(group_size(shape[2]) for shape in stacks.values()):
             stack_names |= stacks.keys()
     return stack_names
 

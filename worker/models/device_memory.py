@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from safetensors import SafetensorError
 
-from backends.losses.vocabulary_loss import tokens_at_once
+from backends.losses.vocabulary_loss import tokens_per_part
 from backends.quantization.mapped_weights import PART_ELEMENTS
 from protocol.base.errors import DataError, DeviceOutOfMemory
 from protocol.base.limits import byte_size
@@ -367,7 +367,7 @@ def _activation_bytes(
             transient_floats, tokens * (per_hidden * hidden + per_inner * experts.intermediate_size)
         )
         copy_bytes += _FLOAT32_BYTES * experts.layers * experts.float32_adapted_elements
-    logit_tokens = min(tokens, tokens_at_once(vocabulary))
+    logit_tokens = min(tokens, tokens_per_part(vocabulary))
     loss_floats = (
         logit_tokens
         * _TRANSIENT_LOGIT_FLOATS.get(run.task, _DEFAULT_TRANSIENT_LOGIT_FLOATS)

@@ -59,7 +59,7 @@ def draw_initial_weights(make: Callable[[], Any], seed: int) -> Any:
             storage in construction.draws_by_storage
             and storage not in initialization.written_storages
         ):
-            _fill(parameter, construction.draws_by_storage[storage](draws.key_of(seed, name)))
+            _fill(parameter, construction.draws_by_storage[storage](draws.derive_key(seed, name)))
     return model
 
 
@@ -150,18 +150,18 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def values(key: int) -> Array:
             if name in _NORMAL:
-                return _shift_by(low, draws.with_deviation(key, tensor.numel(), high))
+                return _shift_by(low, draws.uniforms_with_deviation(key, tensor.numel(), high))
             center = (low + high) / 2
-            return _shift_by(center, draws.symmetric(key, tensor.numel(), high - center))
+            return _shift_by(center, draws.symmetric_uniforms(key, tensor.numel(), high - center))
 
         if name.endswith("_") and is_whole and self._is_construction:
             self.draws_by_storage[storage] = values
             return tensor
         if is_whole and storage in self._names:
-            key = draws.key_of(self._seed, self._names[storage])
+            key = draws.derive_key(self._seed, self._names[storage])
         else:
             self._count += 1
-            key = draws.key_of(self._seed, "initial", self._count)
+            key = draws.derive_key(self._seed, "initial", self._count)
         return _fill(tensor, values(key))
 
 

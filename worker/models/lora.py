@@ -427,8 +427,8 @@ def _initialize_matrices(module: torch.nn.Module, seed: int, storage: Storage) -
         for name, parameter in module.named_parameters():
             if ".lora_A." in name or ".lora_embedding_B." in name:
                 bound = 1 / math.sqrt(parameter.shape[1])
-                key = draws.key_of(seed, name)
-                fill(parameter, draws.symmetric(key, parameter.numel(), bound))
+                key = draws.derive_key(seed, name)
+                fill(parameter, draws.symmetric_uniforms(key, parameter.numel(), bound))
             elif ".lora_B." in name or ".lora_embedding_A." in name:
                 parameter.zero_()
             elif ".lora_magnitude_vector." in name:

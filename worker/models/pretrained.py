@@ -425,7 +425,7 @@ def _load(
         _refuse_foreign_quantization(location, spec.source)
         main_memory.check_model_fits(location, base_dtype=spec.base_dtype)
         dtype = stored_dtypes.dtype_of(location) if is_low_precision else dtype
-    progress.say(f"reading the model {spec.source!r}")
+    progress.report(f"reading the model {spec.source!r}")
     model, report = _load_pretrained(
         auto_class, spec, location, dtype, {**head_options, **keywords}
     )
@@ -579,8 +579,8 @@ def _draw_parameters(model: Any, names: Collection[str], seed: int) -> None:
             if name not in names or _is_constant(parameter):
                 continue
             if parameter.dim() > 1:
-                key = draws.key_of(seed, name)
-                fill(parameter, draws.with_deviation(key, parameter.numel(), deviation))
+                key = draws.derive_key(seed, name)
+                fill(parameter, draws.uniforms_with_deviation(key, parameter.numel(), deviation))
             else:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 

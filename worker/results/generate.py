@@ -145,7 +145,7 @@ def _tokens(
 ) -> Iterator[int]:
     all_tokens, cache = torch.tensor([prompt], device=model.device), _cache(model)
     step, options = all_tokens, _options(model, cache)
-    uniforms = draws.uniforms(draws.key_of(sampling.seed, "generate"), sampling.max_tokens)
+    uniforms = draws.uniforms(draws.derive_key(sampling.seed, "generate"), sampling.max_tokens)
     with torch.no_grad():
         for number in range(sampling.max_tokens):
             output = model(input_ids=step, **options)
@@ -166,7 +166,7 @@ def _target_tokens(
     """Yield the tokens that an encoder-decoder generates for a source."""
     source_ids = torch.tensor([source], device=model.device)
     target = torch.tensor([[model.config.decoder_start_token_id]], device=model.device)
-    uniforms = draws.uniforms(draws.key_of(sampling.seed, "generate"), sampling.max_tokens)
+    uniforms = draws.uniforms(draws.derive_key(sampling.seed, "generate"), sampling.max_tokens)
     with torch.no_grad():
         encoder_outputs = _base_model(model).get_encoder()(input_ids=source_ids)
         for number in range(sampling.max_tokens):

@@ -212,7 +212,7 @@ def is_seq2seq(model: Any) -> bool:
 
 def probe_tokens(vocabulary: int) -> torch.Tensor:
     """Return fixed token ids below `vocabulary`, int64 (1, PROBE_TOKENS)."""
-    hashes = draws.hashes(draws.key_of("probe"), PROBE_TOKENS) % vocabulary
+    hashes = draws.hashes(draws.derive_key("probe"), PROBE_TOKENS) % vocabulary
     return torch.from_numpy(hashes.astype("int64"))[None]
 
 

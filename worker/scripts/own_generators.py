@@ -16,8 +16,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from backends.base.draws import key_of
-from backends.checks.additivity import seeded
+from backends.base.draws import derive_key
+from backends.checks.additivity import seed_generators
 from worker.tasks.checks.reachable_state import position_of, reachable_generators
 
 _GLOBAL: Final = (torch.default_generator, random._inst, np.random.mtrand._rand)  # noqa: SLF001
@@ -41,9 +41,9 @@ class ReadingGenerators:
     def seeded(self, seed: int) -> Iterator[None]:
         """Seed all generators for a context; restore their states afterwards."""
         with ExitStack() as stack:
-            stack.enter_context(seeded(seed))
+            stack.enter_context(seed_generators(seed))
             for path, generator in self._object_generators.items():
-                stack.enter_context(_seeded(generator, key_of(seed, path) >> 1))
+                stack.enter_context(_seeded(generator, derive_key(seed, path) >> 1))
             yield
 
     def positions(self) -> list[str | None]:

@@ -15,11 +15,11 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.data import TensorDataset, default_collate
 
 from backends.base import draws
-from backends.base.device_errors import concerns_device
+from backends.base.device_errors import is_machine_specific
 from backends.base.interface import Array, Batch, CoupledLoss, Sums, Trainable
-from backends.base.step_buffers import StepBuffers, buffer_blocks, names_changed_by
-from backends.checks.additivity import call_under_no_grad, seeded
-from backends.checks.outside_table import TableLookups, outside_index_of
+from backends.base.step_buffers import StepBuffers, buffer_blocks, find_changed_tensors
+from backends.checks.additivity import call_under_no_grad, seed_generators
+from backends.checks.outside_table import TableLookups, find_failing_index
 from backends.checks.trainable_checks import own_buffers, refuse_shared_memory
 from backends.losses.coupled_loss import backward_loss
 from protocol.base import limits
@@ -213,7 +213,7 @@ class ScriptTask:
     def _evaluation_part(self, part: int) -> Batch:
         number, rows = self._evaluation_sets.index_of(part), self._evaluation_sets.rows(part)
         data = self._evaluation_sets.sets[number].data
-        batch = self._collate(data, rows, draws.key_of(self._seed, part))
+        batch = self._collate(data, rows, draws.derive_key(self._seed, part))
         weight = self._weight(batch, len(rows))
         # The length encodes the number of the set, as a compiled program sees only shapes.
         counts = np.array([weight, len(rows), *([0] * number)])
@@ -272,7 +272,7 @@ class ScriptTask:
         batch = self._collate(self.user.train, self._samples_from(0), 1)
         arrays, module = self._on_device(self._nested.flatten(batch)), self.user.module
         errors = _user_errors("embed, or batch_loss,", {})
-        with preserve_modes(module), seeded(0, self._device), errors:
+        with preserve_modes(module), seed_generators(0, self._device), errors:
             module.eval()
             return coupled_loss(self.user, self._embed, arrays, sizes)
 
@@ -462,7 +462,7 @@ class ScriptTask:
         losses, states = [], []
         for _ in range(2):
             self._weight(self._collate(data, samples, 1), len(samples))
-            with buffers.restored():
+            with buffers.restore_afterwards():
                 losses.append(self._first_loss(self._on_device(batch)).detach())
             states.append(reachable_state(self.user_objects()))
         check_reproducible(losses[0], losses[1], find_changed_state(states[0], states[1]))
@@ -492,9 +492,9 @@ class ScriptTask:
             batch = self._nested.flatten(self._collate(self.user.train, self._samples_from(0), 1))
             self._loss_of_first_samples(module, self._on_device(batch))
 
-        with preserve_modes(module), seeded(0, self._device):
+        with preserve_modes(module), seed_generators(0, self._device):
             module.train()
-            changed_buffers = names_changed_by(module, forward)
+            changed_buffers = find_changed_tensors(module, forward)
         names = dict.fromkeys([*changed_buffers, *sorted(statistics)])
         return buffer_blocks(module, [*names], limits.SCRIPT_BLOCK_ELEMENTS)
 
@@ -523,7 +523,7 @@ class ScriptTask:
 
     def _first_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the loss of the first samples, after checking that some sample has a gradient."""
-        with seeded(0, self._device):
+        with seed_generators(0, self._device):
             loss = check_loss(self._loss_of_first_samples(self.user.module, batch))
         if loss.requires_grad:
             return loss
@@ -532,7 +532,7 @@ class ScriptTask:
             start = index * len(self.user.train) // count
             samples = self._samples_from(start) if self._is_microbatch_unit else [start]
             sample_batch = self._collate(self.user.train, samples, 1)
-            with seeded(0, self._device):
+            with seed_generators(0, self._device):
                 sample_loss = self._loss_of_first_samples(
                     self.user.module, self._on_device(self._nested.flatten(sample_batch))
                 )
@@ -559,7 +559,7 @@ class ScriptTask:
             raise DataError(
                 f"expected at most {max(0, max_metrics)} metrics{scope}, got {len(user.metrics)}"
             )
-        with preserve_modes(user.module), torch.no_grad(), seeded(0, self._device):
+        with preserve_modes(user.module), torch.no_grad(), seed_generators(0, self._device):
             user.module.eval()
             for evaluation_set in self._evaluation_sets.sets:
                 part = self._evaluation_part(evaluation_set.parts.start)
@@ -618,9 +618,9 @@ class ScriptTask:
         except DataError:
             raise
         except Exception as error:
-            if concerns_device(error):
+            if is_machine_specific(error):
                 raise
-            if index_error := outside_index_of(error, copied_batch):
+            if index_error := find_failing_index(error, copied_batch):
                 raise DataError(f"the loss of the first samples: {index_error.text}") from error
             raise DataError(
                 f"the loss of the first samples raised {describe_raised(error)}"
@@ -643,9 +643,9 @@ def _user_errors(description: str, arrays: Mapping[str, torch.Tensor]) -> Iterat
     except SamestepError:
         raise
     except Exception as error:
-        if concerns_device(error):
+        if is_machine_specific(error):
             raise
-        if index_error := outside_index_of(error, arrays):
+        if index_error := find_failing_index(error, arrays):
             raise DataError(f"{description}: {index_error.text}") from error
         raise DataError(f"{description} raised {describe_raised(error)}") from error
 

@@ -449,7 +449,7 @@ class Engine:
             self._emit(BuildFailed(run_id, previous.error))
             return
         try:
-            with progress.listening(self._set_preparing):
+            with progress.report_to(self._set_preparing):
                 job = self._job_for(spec, action.inputs)
         except _DeviceRefusal as refusal:
             self._emit(BuildFailed(run_id, refusal.error, is_local=True))
@@ -526,7 +526,7 @@ class Engine:
             replica = Replica(manifest.blocks, spec.step_optimizer)
             initial_parameters = task.initial_parameters()
             program.load(initial_parameters)
-            progress.say("computing the first microbatches")
+            progress.report("computing the first microbatches")
             captures = manifest.capture is not None
             probe = (rows_probe if captures else probe_digest)(program, [example, *other_examples])
             keeps_subnormals = program.keeps_subnormals()
@@ -563,7 +563,7 @@ class Engine:
             _DeviceRefusal: The device does not support the task.
         """
         example, *other_examples = batches
-        progress.say(f"compiling for {self._factory.backend().info.name}")
+        progress.report(f"compiling for {self._factory.backend().info.name}")
         try:
             trainable = trainable_of(task, spec)
             backend = self._factory.backend()
@@ -789,7 +789,7 @@ class Engine:
         job, losses = self._require_job(), []
         for leaf, batch in zip(range(*subtree), batches, strict=True):
             with self._watch.awaiting():
-                captured = job.program.rows(batch)
+                captured = job.program.capture_rows(batch)
             yield  # the device computes; other work may run
             if self._is_cancelled(step_id, subtree):
                 return

@@ -48,7 +48,7 @@ def rows_probe(program: Program, batches: Iterable[Batch]) -> str:
     """Return the digest of the rows and losses that a capturing task records of microbatches."""
     hasher = blake3()
     for batch in batches:
-        captured = program.rows(batch)
+        captured = program.capture_rows(batch)
         hasher.update(struct.pack("<d", captured.loss_sum))
         hasher.update(captured.rows.tobytes())
     return hasher.hexdigest()

@@ -150,7 +150,7 @@ class Follower:
             case "evaluate":
                 self._compiled_program().evaluate(rebuild_batches(order["weights"], arrays)[0])
             case "rows":
-                self._compiled_program().rows(rebuild_batches(order["weights"], arrays)[0])
+                self._compiled_program().capture_rows(rebuild_batches(order["weights"], arrays)[0])
             case order_name:
                 raise RunFailed(
                     f"expected an order that this release knows, got {order_name!r}: "

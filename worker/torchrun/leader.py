@@ -14,7 +14,7 @@ from backends.base.interface import (
     Batch,
     BlockAdded,
     BlockGradient,
-    Captured,
+    CaptureResult,
     ComputesCoupledLoss,
     DeviceInfo,
     GradientItem,
@@ -272,12 +272,12 @@ class GroupProgram:
         with self._group.lockstep():
             return self._own_program.evaluate(batch)
 
-    def rows(self, batch: Batch) -> Captured:
+    def capture_rows(self, batch: Batch) -> CaptureResult:
         """Capture a batch's rows on all ranks, because each has a part of the base."""
         weights, arrays = flatten_batches([batch])
         self._send_order("rows", arrays, weights=weights)
         with self._group.lockstep():
-            return self._own_program.rows(batch)
+            return self._own_program.capture_rows(batch)
 
     def keeps_subnormals(self) -> bool:
         """Return whether all ranks keep subnormals."""

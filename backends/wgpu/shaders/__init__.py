@@ -1,4 +1,4 @@
 """WGSL: matrix products, attention, sums, quantized weights.
 
-Imports `graph`. Start with `matmul`, which shows what a shader is made of.
+Imports `graph` and `backends.quantization`. Start with `matmul`, the plainest shaders.
 """

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from backends.quantization.quantize import BITS, NF4, Quantized, Storage, group_of
+from backends.quantization.quantize import BITS, NF4, Quantized, Storage, group_size
 from protocol.base.errors import SamestepError
 
 _META = "quantized_layout"
@@ -45,7 +45,7 @@ class QuantizedLayout:
             "nf4" if storage == "nf4" else "int8" if BITS[storage] == 8 else "int4"
         )
         words = rows * columns * BITS[storage] // 32
-        return QuantizedLayout(packed_storage, group_of(columns, storage), words)
+        return QuantizedLayout(packed_storage, group_size(columns, storage), words)
 
     @property
     def uses_table(self) -> bool:

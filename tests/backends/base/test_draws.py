@@ -25,7 +25,7 @@ def test_hashes_are_splitmix64():
 
 def test_a_key_depends_on_every_part_and_its_type():
     parts: list[tuple[int | str, ...]] = [(1, "a"), ("1", "a"), (1, "b"), (1,), ("1a",), ()]
-    keys = {draws.key_of(*key_parts) for key_parts in parts}
+    keys = {draws.derive_key(*key_parts) for key_parts in parts}
     assert len(keys) == 6
 
 
@@ -38,7 +38,7 @@ def test_uniforms_are_exact_fractions_below_one():
 
 
 def test_draws_have_the_requested_bounds_and_deviation():
-    values = draws.symmetric(5, 10_000, 0.25)
+    values = draws.symmetric_uniforms(5, 10_000, 0.25)
     assert -0.25 <= values.min() < -0.24
     assert 0.24 < values.max() < 0.25
-    assert abs(draws.with_deviation(6, 100_000, 0.02).std() - 0.02) < 2e-4
+    assert abs(draws.uniforms_with_deviation(6, 100_000, 0.02).std() - 0.02) < 2e-4

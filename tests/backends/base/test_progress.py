@@ -12,8 +12,8 @@ def test_progress_reports_bytes_and_remaining_time(monkeypatch):
     seconds = count(0.0, 0.5)
     monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
     lines: list[str] = []
-    with progress.listening(lines.append):
-        progress.say("reading the model 'm'")
+    with progress.report_to(lines.append):
+        progress.report("reading the model 'm'")
         meter = progress.Meter("read", 8 << 30)
         for _ in range(4):
             meter.add(1 << 30)
@@ -24,12 +24,12 @@ def test_progress_reports_bytes_and_remaining_time(monkeypatch):
 
 
 def test_progress_without_a_listener_is_ignored():
-    progress.say("reading")
+    progress.report("reading")
     progress.Meter("read", 1).add(1)
 
 
 def test_failure_ends_progress():
     lines: list[str] = []
-    with pytest.raises(ValueError, match="invalid literal"), progress.listening(lines.append):
-        progress.say(str(int("no number")))
+    with pytest.raises(ValueError, match="invalid literal"), progress.report_to(lines.append):
+        progress.report(str(int("no number")))
     assert lines == [""]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from backends.checks.outside_table import outside_index_of
+from backends.checks.outside_table import find_failing_index
 
 LABELS = torch.tensor([0, 2, 7, -100])
 LOGITS, TABLE = torch.zeros(4, 3), torch.zeros(5, 2)
@@ -19,7 +19,7 @@ def error_of(function: Callable[[], object]) -> str | None:
     try:
         function()
     except (IndexError, RuntimeError, ValueError) as error:
-        index_error = outside_index_of(error, ARRAYS)
+        index_error = find_failing_index(error, ARRAYS)
         return None if index_error is None else f"{index_error.text} ({index_error.row})"
     raise AssertionError("expected torch to raise an error")
 

@@ -82,7 +82,7 @@ def compare_cases() -> Iterator[tuple[str, Any]]:
     backend = ShardedBackend("cpu", 0)
     for name, case in CASES.items():
         at_once = case.get("at_once", 1 << 20)
-        with mock.patch.object(vocabulary_loss, "tokens_at_once", return_value=at_once):
+        with mock.patch.object(vocabulary_loss, "tokens_per_part", return_value=at_once):
             expected, _ = results_of(EagerBackend("cpu"), case)
             results, trainable = results_of(backend, case)
         yield name, [results == expected, *frozen_bytes(trainable.module)]

@@ -16,7 +16,7 @@ from backends.base.interface import Batch, BlockGradient, Trainable
 from backends.eager.eager import EagerBackend
 from backends.losses import logits_in_parts, vocabulary_loss
 from backends.losses.logits_in_parts import LogitsInParts
-from backends.losses.vocabulary_loss import tokens_at_once
+from backends.losses.vocabulary_loss import tokens_per_part
 from protocol.spec.sections.model import LoraSpec
 from tests.small_heads import (
     LABELED_LOSS,
@@ -50,7 +50,7 @@ FLOAT32_TOLERANCE = 1e-5
 @pytest.fixture
 def in_parts(monkeypatch) -> None:
     """Compute the logits of `CHUNK_TOKENS` tokens at a time."""
-    monkeypatch.setattr(vocabulary_loss, "tokens_at_once", lambda _: CHUNK_TOKENS)
+    monkeypatch.setattr(vocabulary_loss, "tokens_per_part", lambda _: CHUNK_TOKENS)
 
 
 def adapted(model: Any, added_tokens: Any = (), **lora_options: Any) -> Any:
@@ -98,7 +98,7 @@ CASES: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
 def test_loss_and_gradients_are_those_of_all_tokens_at_once(case, monkeypatch):
     make, loss, microbatch, options = CASES[case]
     whole = gradients(make(), loss, microbatch(), BACKEND, **options)
-    monkeypatch.setattr(vocabulary_loss, "tokens_at_once", lambda _: CHUNK_TOKENS)
+    monkeypatch.setattr(vocabulary_loss, "tokens_per_part", lambda _: CHUNK_TOKENS)
     with mock.patch.object(logits_in_parts, "checkpoint", side_effect=checkpoint) as computed:
         parts = gradients(make(), loss, microbatch(), BACKEND, **options)
     assert computed.call_count >= 48 // CHUNK_TOKENS
@@ -236,7 +236,7 @@ def test_largest_tensor_has_the_logits_of_a_few_tokens(kind, monkeypatch):
     }
     largest = []
     for at_once in (1 << 20, 33):
-        monkeypatch.setattr(vocabulary_loss, "tokens_at_once", lambda _, count=at_once: count)
+        monkeypatch.setattr(vocabulary_loss, "tokens_per_part", lambda _, count=at_once: count)
         with LargestTensor() as largest_tensor:
             loss(model, arrays).backward()
         with LargestTensor() as evaluated, torch.no_grad():
@@ -259,5 +259,5 @@ def test_changes_of_inputs_after_the_head_do_not_change_the_logits():
 
 
 def test_vocabulary_alone_decides_the_number_of_tokens_at_once():
-    token_counts = [tokens_at_once(size) for size in (512, 32_000, 49_152, 151_936, 2_000_000)]
+    token_counts = [tokens_per_part(size) for size in (512, 32_000, 49_152, 151_936, 2_000_000)]
     assert token_counts == [65_536, 1024, 640, 192, 64]

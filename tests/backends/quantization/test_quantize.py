@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from backends.quantization.quantize import NF4, dequantize, group_of, quantize, stored_bytes
+from backends.quantization.quantize import NF4, dequantize, group_size, quantize, stored_bytes
 from protocol.base.errors import DataError
 
 LARGEST_CODES = {"int8": 127, "int4": 7}
@@ -112,4 +112,4 @@ def test_unsupported_weights_are_refused(value, storage):
     ("columns", "group"), [(64, 64), (384, 64), (96, 32), (8, 8), (12, 0), (7, 0)]
 )
 def test_groups_divide_a_row(columns, group):
-    assert group_of(columns) == group
+    assert group_size(columns) == group

@@ -81,8 +81,8 @@ def _compiled(device: Any, job: Trainable, example: Batch) -> Iterator[VulkanPro
 def in_parts(module: Any, arrays: Any, loss: Any) -> torch.Tensor:
     """The loss, of 7 tokens at a time."""
     with (
-        mock.patch.object(vocabulary_loss, "tokens_at_once", return_value=7),
-        vocabulary_loss.large_logits_in_parts(module),
+        mock.patch.object(vocabulary_loss, "tokens_per_part", return_value=7),
+        vocabulary_loss.compute_large_logits_in_parts(module),
     ):
         result: torch.Tensor = loss(module, arrays)
     return result

@@ -206,7 +206,7 @@ def test_rows_of_a_teacher_have_its_mask(tokenizers, tmp_path):
     batch = task.batch([0, 5])
     assert batch.arrays["input_ids"].shape == (2, 96)
     program = EagerBackend("cpu").compile(task.trainable, batch)
-    records = records_of(program.rows(batch).rows.reshape(-1), task.manifest.capture)
+    records = records_of(program.capture_rows(batch).rows.reshape(-1), task.manifest.capture)
     program.close()
     for row, record in enumerate(records):
         labels = batch.arrays["labels"][row]
@@ -231,7 +231,9 @@ def test_student_uses_the_mask_of_its_teacher(tokenizers, tmp_path):
     (tmp_path / "capture").mkdir()
     files = CapturedFiles(tmp_path / "capture", teacher.manifest, spec, 0, lambda: None)
     for step in range(3):
-        rows = [program.rows(teacher.batch([n, n + 1])).rows for n in (4 * step, 4 * step + 2)]
+        rows = [
+            program.capture_rows(teacher.batch([n, n + 1])).rows for n in (4 * step, 4 * step + 2)
+        ]
         files.keep(step, [row.reshape(-1) for row in rows])
     files.finish(is_complete=True)
     files.close()

@@ -103,8 +103,8 @@ def test_llama_draws_are_frozen():
         if value.dim() == 1:
             assert (value == 1).all()
         else:
-            key = draws.key_of(7, name)
-            expected = draws.with_deviation(key, value.numel(), 0.02)
+            key = draws.derive_key(7, name)
+            expected = draws.uniforms_with_deviation(key, value.numel(), 0.02)
             assert value.detach().numpy().tobytes() == expected.tobytes()
 
 

@@ -52,7 +52,7 @@ def capture(spec: RunSpec, samples: list[int]) -> tuple[TeacherLogits, Records, 
     assert task.manifest.capture is not None
     batch = task.batch(samples)
     program = EagerBackend("cpu").compile(task.trainable, batch)
-    row_results = program.rows(batch)
+    row_results = program.capture_rows(batch)
     module = task.trainable.module
     assert module is not None
     with torch.no_grad():

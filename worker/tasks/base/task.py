@@ -54,8 +54,8 @@ worker (the coordinator does not need it) and name it in the run spec, with the 
             # torch's draws depend on the instruction set, so these are samestep's.
             return [
                 np.concatenate([
-                    draws.with_deviation(
-                        draws.key_of(self.seed, tensor.name),
+                    draws.uniforms_with_deviation(
+                        draws.derive_key(self.seed, tensor.name),
                         tensor.elements,
                         1 / math.sqrt(tensor.shape[-1]),
                     )

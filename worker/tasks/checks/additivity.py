@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from backends.base.device_errors import concerns_device
+from backends.base.device_errors import is_machine_specific
 from backends.base.interface import Array, Batch
 from backends.checks.additivity import Arrays, Discrepancy, Evaluation, LossTrial, Parts
-from backends.checks.outside_table import TableLookups, outside_index_of
+from backends.checks.outside_table import TableLookups, find_failing_index
 from backends.checks.steady_draws import LEVELS, TooManyDrawsError
 from backends.checks.trainable_checks import (
     WHOLE_MICROBATCH,
@@ -87,7 +87,7 @@ def sum_trial_of(task: Task) -> SumTrial | None:
     if isinstance(task, HasSumTrial):
         return task.sum_trial
     trainable = task.trainable
-    if trainable.module is None or trainable.loss is None or trainable.rows is not None:
+    if trainable.module is None or trainable.loss is None or trainable.capture_rows is not None:
         return None
     if isinstance(task, ReadsFiles):  # its samples may not have been fetched yet
         return None
@@ -307,13 +307,13 @@ class SumTrial:
             return trial.evaluate(samples.batch([number]))
 
     def _describe_failure(self, raised: _RaisedError) -> Exception:
-        if concerns_device(raised.error):
+        if is_machine_specific(raised.error):
             return raised.error
         is_single = len(raised.numbers) == 1
         failing_samples = (
             f"sample {raised.numbers[0]} alone" if is_single else f"{len(raised.numbers)} samples"
         )
-        if outside := outside_index_of(raised.error, raised.batch):
+        if outside := find_failing_index(raised.error, raised.batch):
             return DataError(f"the loss of {failing_samples}: {outside.text}")
         return DataError(
             f"the loss of {failing_samples} raised "

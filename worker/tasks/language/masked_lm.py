@@ -56,7 +56,7 @@ class MaskedLM(TransformerTask):
         parts = split_into_parts(subset, max(1, PART_TOKENS // self._length))
 
         def batch_of(samples: Samples, purpose: str, rows: Rows) -> Batch:
-            key = draws.key_of(spec.seed, purpose, *rows.tolist())
+            key = draws.derive_key(spec.seed, purpose, *rows.tolist())
             return masks.batch(samples, rows, self._length, key)
 
         super().__init__(
@@ -81,7 +81,7 @@ class MaskedLM(TransformerTask):
     def drawn_batch(self, samples: Sequence[int], seed: int) -> Batch:
         """See `worker.tasks.base.task.DrawsBatches`."""
         rows = np.asarray(samples, np.int64)
-        return self._masks.batch(self._train, rows, self._length, draws.key_of(seed, "mask"))
+        return self._masks.batch(self._train, rows, self._length, draws.derive_key(seed, "mask"))
 
 
 @dataclass(frozen=True, slots=True)

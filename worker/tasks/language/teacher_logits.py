@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from backends.base import draws
-from backends.base.interface import Array, Batch, Captured, Trainable
+from backends.base.interface import Array, Batch, CaptureResult, Trainable
 from protocol.base import limits
 from protocol.base.errors import DataError
 from protocol.base.limits import byte_size
@@ -74,7 +74,7 @@ class TeacherLogits:
             blocks=self.manifest.blocks,
             module=module,
             loss=partial(token_loss, options=loaded.forward_options),
-            rows=partial(
+            capture_rows=partial(
                 _compute_records, layout=layout, options=loaded.forward_options, seed=spec.seed
             ),
             seed=spec.seed,
@@ -135,7 +135,7 @@ def _compute_records(
     layout: CaptureLayout,
     options: Mapping[str, Any],
     seed: int,
-) -> Captured:
+) -> CaptureResult:
     """Run one forward; return the samples' records and the cross-entropy summed over labels."""
     labels = arrays["labels"]  # (samples, length)
     full = module(input_ids=arrays["input_ids"], **options).logits.float()
@@ -158,7 +158,7 @@ def _compute_records(
         ids = _draw(shifted, lse_t, layout, seed, arrays["sample_ids"])
         top_logits = shifted.gather(-1, ids)
     label_losses = torch.where(labels != IGNORED_LABEL, losses, 0)
-    return Captured(
+    return CaptureResult(
         _records(arrays, layout, ids, top_logits, (lse_1, lse_t)), float(label_losses.sum())
     )
 
@@ -233,7 +233,7 @@ def _draw(
     for number, rows, log_sum in zip(sample_ids.tolist(), shifted.cpu(), lse.cpu(), strict=True):
         probabilities = torch.exp(rows.double() / layout.temperature - log_sum.double()[:, None])
         cumulated = probabilities.cumsum(-1)  # (length, vocabulary)
-        key = draws.key_of(seed, "capture", number)
+        key = draws.derive_key(seed, "capture", number)
         uniforms = draws.uniforms(key, len(rows) * layout.top_k).reshape(len(rows), -1)
         points = torch.from_numpy(np.asarray(uniforms, np.float64)) * cumulated[:, -1:]
         samples.append(torch.searchsorted(cumulated, points, right=True))

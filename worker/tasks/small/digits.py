@@ -65,8 +65,10 @@ class Digits:
         """Return uniform values in +-1/sqrt(inputs): torch's rule, our draws."""
         return [
             np.concatenate([
-                draws.symmetric(
-                    draws.key_of(self._seed, tensor.name), tensor.elements, self._bound(tensor.name)
+                draws.symmetric_uniforms(
+                    draws.derive_key(self._seed, tensor.name),
+                    tensor.elements,
+                    self._bound(tensor.name),
                 )
                 for tensor in block.tensors
             ])

@@ -81,14 +81,14 @@ def generate(seed: int, samples: int, features: int, noise: float) -> tuple[Arra
     # A product has twice as many bits as its factors, a sum at most log2(features + 1) more.
     spare = _FLOAT32_BITS - 1 - features.bit_length()
     bits = max(1, min(8, spare // 2))
-    x = _fractions(draws.key_of(seed, "regress x"), samples * features, bits)
+    x = _fractions(draws.derive_key(seed, "regress x"), samples * features, bits)
     x = x.reshape(samples, features)
-    w = _fractions(draws.key_of(seed, "regress w"), features, bits)
-    b = _fractions(draws.key_of(seed, "regress b"), 1, bits)
+    w = _fractions(draws.derive_key(seed, "regress w"), features, bits)
+    b = _fractions(draws.derive_key(seed, "regress b"), 1, bits)
     sums = (x @ w + (b << bits)).astype(np.float64)
     y = sums * 2.0 ** (-2 * bits)
     if noise:
-        y += noise * _nearly_normal(draws.key_of(seed, "regress noise"), samples)
+        y += noise * _nearly_normal(draws.derive_key(seed, "regress noise"), samples)
     return (x * 2.0**-bits).astype(np.float32), y.astype(np.float32)
 
 

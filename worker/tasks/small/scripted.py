@@ -43,7 +43,7 @@ class Scripted:
     def initial_parameters(self) -> list[Array]:
         """Return uniform values in [-1, 1)."""
         return [
-            draws.symmetric(draws.key_of(self._seed, block.name), block.elements, 1.0)
+            draws.symmetric_uniforms(draws.derive_key(self._seed, block.name), block.elements, 1.0)
             for block in self.manifest.blocks
         ]
 

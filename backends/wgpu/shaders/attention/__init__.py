@@ -1,4 +1,4 @@
-"""Attention without its scores in memory: one shader of tiles, its mask, its barriers.
+"""Attention whose scores are never stored: one shader of tiles, its mask, its barriers.
 
-Imports what is beside it in `shaders`, and `graph`. Start with `tiles`.
+Imports `graph` and modules of `shaders`. Start with `tiles`.
 """
