@@ -8,13 +8,13 @@
 client of the coordinator's control port; starts the coordinator as a subprocess.
 """
 
-from samestep import cublas_workspace  # noqa: F401 -- first: it sets a variable of CUDA's
+from samestep import cublas_workspace  # noqa: F401 -- first: it sets a variable that CUDA reads
 from samestep.name_conflicts import conflict_message, shadowed_packages
 
 if _shadowed := shadowed_packages():
     raise ImportError(conflict_message(_shadowed[0]), name="samestep")
 
-from samestep import generator_states  # noqa: F401, I001 -- before anything draws from them
+from samestep import generator_states  # noqa: F401, I001 -- before any random draw
 from protocol import __version__
 from protocol.base.errors import SamestepError
 from samestep.fitting import fit

@@ -60,11 +60,11 @@ def _device(value: str) -> str:
 
 
 Count = Annotated[Bounded, Field(ge=1), BeforeValidator(_plain_int)]
-Every = Annotated[Bounded, Field(ge=0), BeforeValidator(_plain_int)]
+CountOrZero = Annotated[Bounded, Field(ge=0), BeforeValidator(_plain_int)]
 Seed = Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(_plain_int)]
 Epochs = Annotated[float, Field(gt=0.0), BeforeValidator(_plain_int)]
 Name = Annotated[str, Field(min_length=1)]
-Keys = Annotated[Any, AfterValidator(_keys_and_values)]
+OptionalMapping = Annotated[Any, AfterValidator(_keys_and_values)]
 
 
 class Arguments(BaseModel):
@@ -72,7 +72,7 @@ class Arguments(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    options: Keys
+    options: OptionalMapping
     steps: Count | None
     epochs: Epochs | None
     batch: Count
@@ -81,7 +81,7 @@ class Arguments(BaseModel):
     scheduler: Any = None
     scheduler_interval: Interval = "step"
     seed: Seed
-    evaluate_every: Every
+    evaluate_every: CountOrZero
     precision: Annotated[Any, AfterValidator(check_precision)]
     workers: Count | None
     device: Annotated[Name, AfterValidator(_device)] | None
@@ -89,7 +89,7 @@ class Arguments(BaseModel):
     resume: Annotated[Any, AfterValidator(_resume)]
     control: Name | None
     name: Name | None
-    settings: Keys
+    settings: OptionalMapping
     on_log: Annotated[Any, AfterValidator(_function)] = None
 
     @classmethod
@@ -97,7 +97,7 @@ class Arguments(BaseModel):
         """Validate all arguments.
 
         Raises:
-            DataError: An argument is invalid; the message names it, and what was expected.
+            DataError: An argument is invalid; the message names it and the expected value.
         """
         try:
             validated = cls.model_validate(arguments)
@@ -121,8 +121,7 @@ class Arguments(BaseModel):
     def expected_workers(self) -> int:
         """Number of workers that the run waits for; each device of a worker counts as one.
 
-        Default: $SAMESTEP_EXPECT_WORKERS, else the tasks of the srun step, else 1. This process's
-        devices are ready together, without those that cannot build the task.
+        Default: $SAMESTEP_EXPECT_WORKERS, else the number of tasks of the srun step, else 1.
 
         Raises:
             UsageError: The variable is not a whole number of at least 1.
@@ -139,7 +138,7 @@ class Arguments(BaseModel):
 
     @property
     def backend(self) -> tuple[str, int | str | None]:
-        """Backend and first device of this process's worker; device None: the backend's first.
+        """Backend and first device of this process's worker; None: the backend's first device.
 
         Raises:
             UsageError: `device`, or without it $SAMESTEP_BACKEND, names no device.
@@ -151,10 +150,10 @@ class Arguments(BaseModel):
 
     @property
     def several_devices(self) -> tuple[int | str, ...]:
-        """The devices of this process's worker if there are several; else none.
+        """The devices of this process's worker, if there are several; else empty.
 
         Raises:
-            UsageError: As of `backend`; or each task of an srun step would have several devices.
+            UsageError: See `backend`; or each task of an srun step would have several devices.
         """
         backend, devices = self._named_devices
         if len(devices) < 2:

@@ -1,4 +1,4 @@
-"""The first difference between two Python sources that is code: neither comment nor layout."""
+"""Find the first difference in code between two Python sources, ignoring comments and layout."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import ast
 import io
 from typing import Final
 
-_MOST_CHARACTERS: Final = 80
-"""How much of a line is quoted."""
+_MAX_CHARACTERS: Final = 80
+"""Maximum length of a quoted line."""
 
 
 def first_difference(before: str, now: str) -> str:
@@ -15,10 +15,11 @@ def first_difference(before: str, now: str) -> str:
 
     Args:
         before: The earlier source.
-        now: The source of today.
+        now: The current source.
 
     Returns:
-        Empty if both have the same code. A line that is only in one source is shown alone.
+        The description; empty if both have the same code. A line that exists in only one source is
+        shown alone.
     """
     try:
         old, new = ast.parse(before), ast.parse(now)
@@ -28,7 +29,7 @@ def first_difference(before: str, now: str) -> str:
     if difference is None:
         return ""
     old_number, new_number = map(_line_of, difference)
-    old_text, new_text = _text(before, old_number), _text(now, new_number)
+    old_text, new_text = _line_text(before, old_number), _line_text(now, new_number)
     if not old_number:
         return f"line {new_number} is now {new_text!r}"
     if not new_number:
@@ -37,7 +38,10 @@ def first_difference(before: str, now: str) -> str:
 
 
 def _differing_nodes(old: ast.AST, new: ast.AST) -> tuple[ast.AST | None, ast.AST | None] | None:
-    """Return the innermost nodes with a line that differ first; None in place of a missing one."""
+    """Return the first pair of differing nodes, as deep in the tree as nodes have line numbers.
+
+    A node that exists in only one tree is paired with None. None if the trees are equal.
+    """
     if _is_same(old, new):
         return None
     if type(old) is type(new):
@@ -85,7 +89,7 @@ def _line_of(node: ast.AST | None) -> int:
     return getattr(node, "lineno", 0)
 
 
-def _text(source: str, number: int) -> str:
+def _line_text(source: str, number: int) -> str:
     # Not `str.splitlines`: to Python's parser a form feed does not end a line.
     lines = io.StringIO(source, newline=None).read().split("\n")
-    return lines[number - 1].strip()[:_MOST_CHARACTERS] if number else ""
+    return lines[number - 1].strip()[:_MAX_CHARACTERS] if number else ""

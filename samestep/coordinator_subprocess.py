@@ -32,8 +32,9 @@ class Line:
     """A line for the user.
 
     Attributes:
-        is_error: Whether it goes to standard error.
-        unready_reason: Why a worker cannot take part, if the line says so.
+        text: The line.
+        is_error: Whether the line goes to standard error.
+        unready_reason: Why a worker cannot take part, if the line reports that; else empty.
     """
 
     text: str
@@ -46,14 +47,14 @@ class NewRow:
     """A step was committed, or a state was evaluated.
 
     Attributes:
-        row: The new row of the history.
+        row: The new row of `FitResult.history`.
     """
 
     row: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Listening:
+class CoordinatorListening:
     """The coordinator accepts workers at this address."""
 
     address: tuple[str, int]
@@ -138,7 +139,7 @@ class CoordinatorSubprocess:
 
     def __init__(self, request: Mapping[str, Any], event_queue: EventQueue) -> None:
         self._event_queue = event_queue
-        self._process = subprocess.Popen(  # noqa: S603 -- our own command
+        self._process = subprocess.Popen(  # noqa: S603 -- a command of samestep
             [*command_of("coordinator"), "embedded"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env=child_environment(), start_new_session=True,
@@ -168,7 +169,7 @@ class CoordinatorSubprocess:
             with contextlib.suppress(OSError):
                 stream.close()
 
-    def listening(self) -> tuple[str, int]:
+    def wait_until_listening(self) -> tuple[str, int]:
         """Wait until the coordinator accepts workers; return its address.
 
         Raises:
@@ -183,7 +184,7 @@ class CoordinatorSubprocess:
                     "got no answer: free memory or processor time, then call fit again"
                 ) from None
             match event:
-                case Listening(address):
+                case CoordinatorListening(address):
                     return address
                 case CoordinatorEnded():
                     raise error_from(event)
@@ -191,12 +192,13 @@ class CoordinatorSubprocess:
                     show(event)
 
     def drain(self) -> None:
-        """Finish the step in progress, save and end; a second call ends the subprocess at once."""
+        """Ask the coordinator to finish the step in progress, save and end; twice: to end at
+        once."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGINT)
 
     def kill(self) -> None:
-        """Kill a subprocess that does not answer."""
+        """Kill the subprocess, which has not ended in time."""
         self._process.kill()
 
     @staticmethod
@@ -216,7 +218,7 @@ class CoordinatorSubprocess:
             match document["event"]:
                 case "listening":
                     host, port = parse_address(document["address"], "--bind")
-                    self._event_queue.put(Listening((from_here(host), port)))
+                    self._event_queue.put(CoordinatorListening((from_here(host), port)))
                 case "record":
                     if row := row_of_record(document["record"]):
                         self._event_queue.put(NewRow(row))
@@ -225,7 +227,7 @@ class CoordinatorSubprocess:
                 case event:
                     unready_reason = document["reason"] if event == "worker_unready" else ""
                     self._event_queue.put(Line(document["text"], unready_reason=unready_reason))
-                    if change := roster.note(document):
+                    if change := roster.apply(document):
                         self._event_queue.put(change)
         code = self._process.wait()
         self._output.join(_END_TIMEOUT_S)
@@ -240,20 +242,20 @@ class CoordinatorSubprocess:
         self._event_queue.put(end_event)
 
     def _read_output(self, stream: IO[str]) -> None:
-        """Forward what libraries and the interpreter print."""
+        """Forward the output of libraries and of the interpreter."""
         for line in stream:
             self._last_output = line.strip() or self._last_output
             self._event_queue.put(Line(line.rstrip("\n"), is_error=True))
 
 
 class _WorkerRoster:
-    """The workers that can take part, from the coordinator's events."""
+    """The workers that can take part, derived from the coordinator's events."""
 
     def __init__(self) -> None:
         self._workers: set[str] = set()
         self._has_started = False
 
-    def note(self, document: Mapping[str, Any]) -> WorkersChanged | None:
+    def apply(self, document: Mapping[str, Any]) -> WorkersChanged | None:
         """Apply an event; return the change, or None if the event changes nothing."""
         match document["event"]:
             case "worker_connected":
@@ -271,7 +273,7 @@ def error_from(end: CoordinatorEnded, resume_call: str = "") -> SamestepError:
     """Return the error to raise in `fit` when the coordinator has ended.
 
     Args:
-        end: How the coordinator ended.
+        end: The end of the coordinator.
         resume_call: The call of `fit` that resumes the run.
     """
     advice = f"; resume it: {resume_call}" if resume_call and end.is_resumable else ""

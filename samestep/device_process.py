@@ -1,4 +1,6 @@
-"""The process of one device of a `fit` with several: runs the script up to that call, and computes.
+"""The process of one device of a `fit` with several devices.
+
+It runs the script up to that call, and then computes for the worker.
 
 See `samestep.script_devices`.
 """
@@ -29,7 +31,7 @@ def main() -> None:
 
 
 def _run_script(start: ScriptStart, device: str) -> SamestepError:
-    """Run the script; return why it has not reached the call."""
+    """Run the script; return the error if it ends without reaching the call."""
     sys.argv, sys.path[:] = start.arguments, start.search_path
     start.generators.restore()
     try:

@@ -1,4 +1,4 @@
-"""What `fit` says about a run that an edited script resumes: what was edited, what that changed."""
+"""Messages of `fit` about a run that an edited script resumes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from samestep.script import Call
 
 
 def report_edit(call: Call, existing_run: ExistingRun) -> bool:
-    """Report how an edited script differs; return whether the user answers for the edit."""
+    """Report how an edited script differs.
+
+    Returns:
+        Whether the code differs, so that `resume="edited"` accepts an edit.
+    """
     own_script = f"workers that join need the run's own script, {existing_run.script_file!r}"
     if edit := existing_run.accepted_edit(call.script):
         show(Line(f"samestep: {edit}; {own_script}", is_error=True))
@@ -23,16 +27,16 @@ def report_edit(call: Call, existing_run: ExistingRun) -> bool:
     return bool(edit)
 
 
-def reporting_other_gradients(call: Call, existing_run: ExistingRun, on_log: OnLog | None) -> OnLog:
-    """Return `on_log` with a report before the first step, if its gradients are of a new kind.
+def with_gradient_report(call: Call, existing_run: ExistingRun, on_log: OnLog | None) -> OnLog:
+    """Return an `on_log` that, at the first step, reports if gradients are computed differently.
 
-    A worker's numerics profile has the gradients at the initial weights. A profile that no earlier
-    step of the run had shows that the edit changes them, or that something else does.
+    A worker's numerics profile covers the gradients at the initial weights. So a profile that no
+    earlier step of the run had shows that the edit, or another change, has changed the gradients.
 
     Args:
         call: The call that resumes the run.
         existing_run: The run, before it continues.
-        on_log: The user's; None without one.
+        on_log: The user's function, which the result also calls; None if there is none.
     """
     earlier_profiles = existing_run.numerics_profiles()
     is_first_step = True
@@ -42,7 +46,7 @@ def reporting_other_gradients(call: Call, existing_run: ExistingRun, on_log: OnL
         if is_first_step and "loss" in row:
             is_first_step = False
             if not existing_run.numerics_profiles() <= earlier_profiles:
-                text = _describe_other_gradients(call, existing_run, int(row["step"]))
+                text = _describe_gradient_change(call, existing_run, int(row["step"]))
                 show(Line(text, is_error=True))
         if on_log is not None:
             on_log(row)
@@ -50,7 +54,7 @@ def reporting_other_gradients(call: Call, existing_run: ExistingRun, on_log: OnL
     return add_row
 
 
-def _describe_other_gradients(call: Call, existing_run: ExistingRun, step: int) -> str:
+def _describe_gradient_change(call: Call, existing_run: ExistingRun, step: int) -> str:
     return (
         f"samestep: from step {step} on, the gradients are not computed as before, and the result "
         "is not that of one script: the edit changes what is trained, or this machine, its device "

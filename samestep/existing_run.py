@@ -26,7 +26,7 @@ _UNKNOWN: Final = "its content differs"
 
 @dataclass(frozen=True, slots=True)
 class ExistingRun:
-    """A run that was started before.
+    """A run whose directory exists already.
 
     Attributes:
         directory: The run's directory.
@@ -46,7 +46,7 @@ class ExistingRun:
             spec = parse_run_spec_bytes(json.dumps(document["spec"]).encode())
         except (OSError, ValueError, KeyError, TypeError, MessageError):
             return None
-        return cls(directory, spec, _outcome(directory) == "finished")
+        return cls(directory, spec, _read_outcome(directory) == "finished")
 
     @property
     def call(self) -> int | None:
@@ -75,11 +75,15 @@ class ExistingRun:
         return str(path)
 
     def script_for(self, script: Script, *, may_be_edited: bool) -> Script | None:
-        """Return the run's script, which an edited script replaces; None if it was not edited.
+        """Return the identity of the run's script, if this script is an edited version of it.
 
         Args:
             script: The script that resumes the run.
-            may_be_edited: Whether the user says that the edit changes nothing that is trained.
+            may_be_edited: Whether `resume="edited"` accepts any edit.
+
+        Returns:
+            This script with the digest of the run's script; None if this is another script, or is
+            unchanged and `may_be_edited` is false.
 
         Raises:
             Mismatch: The edit changes code; shows the first difference.
@@ -106,7 +110,7 @@ class ExistingRun:
         )
 
     def accepted_edit(self, script: Script) -> str:
-        """Describe what `resume="edited"` accepts on the user's word; empty if nothing.
+        """Describe the edit that `resume="edited"` accepts unchecked; empty if there is none.
 
         Args:
             script: The script that resumes the run. It has imported its modules.
@@ -127,10 +131,10 @@ class ExistingRun:
 
     def _edit_of(self, script: Script) -> str | None:
         """Describe how a script's code differs from the run's; None if that is unknown."""
-        before = _text_of(Path(self.script_file))
+        before = _read_text(Path(self.script_file))
         if script.path is None or blake3(before.encode()).hexdigest() != self._identity["digest"]:
             return None
-        return first_difference(before, _text_of(script.path))
+        return first_difference(before, _read_text(script.path))
 
     def _require_script_file(self) -> None:
         if self.script_file and not Path(self.script_file).is_file():
@@ -141,10 +145,10 @@ class ExistingRun:
             )
 
     def check_inputs(self, manifest: Manifest) -> None:
-        """Check that what is trained is what the run has trained so far.
+        """Check that model and data are those that the run began with.
 
         Raises:
-            Mismatch: It is not; names the inputs that differ.
+            Mismatch: They differ; the message names the inputs.
         """
         stored = _manifest_in(self.directory)
         if stored is None or stored.digest() == manifest.digest():
@@ -161,7 +165,7 @@ class ExistingRun:
         )
 
     def numerics_profiles(self) -> frozenset[str]:
-        """Return the numerics profiles of all that have computed a step of this run."""
+        """Return the numerics profiles of all workers that have computed a step of this run."""
         try:
             return frozenset(map(str, read_json(self.directory / "terms.json")["signatures"]))
         except (OSError, ValueError, KeyError, TypeError):
@@ -185,7 +189,7 @@ class ExistingRun:
             return ()
         if not refused_change(self.spec, spec):
             return tuple(changes_between(self.spec, spec))
-        old_settings, new_settings = _flat(self.spec), _flat(spec)
+        old_settings, new_settings = _flatten_settings(self.spec), _flatten_settings(spec)
         changed_keys = [
             key
             for key in {**old_settings, **new_settings}
@@ -196,7 +200,8 @@ class ExistingRun:
             self._require_script_file()
         shown_keys = (refused_keys or changed_keys)[:3]
         changes = ", ".join(
-            _change(key, old_settings.get(key), new_settings.get(key)) for key in shown_keys
+            _describe_change(key, old_settings.get(key), new_settings.get(key))
+            for key in shown_keys
         )
         remedy = "use the same arguments"
         if "script" in changed_keys:
@@ -206,9 +211,10 @@ class ExistingRun:
             f"{changes}; {remedy}, or another directory"
         )
 
-    def other_rates(self, spec: RunSpec, epoch_samples: int) -> int:
-        """Return the first step of this run whose learning rate another run spec changes; 0 if
-        none.
+    def first_changed_rate(self, spec: RunSpec, epoch_samples: int) -> int:
+        """Return the first step of this run whose learning rate another run spec changes.
+
+        Steps count from 1; 0 if there is no such step.
 
         Args:
             spec: The other run spec.
@@ -241,21 +247,21 @@ def _digest_of(path: Path) -> str:
         return ""
 
 
-def _text_of(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_bytes().decode()
     except (OSError, ValueError):
         return ""
 
 
-def _outcome(directory: Path) -> object:
+def _read_outcome(directory: Path) -> object:
     try:
         return read_json(directory / "result.json")["outcome"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _flat(spec: RunSpec) -> dict[str, Any]:
+def _flatten_settings(spec: RunSpec) -> dict[str, Any]:
     """Return all settings by their names in `fit`, with a section's keys as `section.key`."""
     document = spec.model_dump(mode="json")
     options = document.pop("options", {})
@@ -271,7 +277,7 @@ def _flat(spec: RunSpec) -> dict[str, Any]:
     return flat
 
 
-def _change(key: str, old_value: object, new_value: object) -> str:
+def _describe_change(key: str, old_value: object, new_value: object) -> str:
     if key in {"script", "options"}:
         return key
     return f"{key} ({old_value!r}, now {new_value!r})"

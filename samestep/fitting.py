@@ -1,4 +1,4 @@
-"""`samestep.fit`: trains a model on this machine and on all that join, and returns it.
+"""`samestep.fit`: trains a model on this machine and on all machines that join, and returns it.
 
 The calling process is a worker. By default it also starts a coordinator as a subprocess, so that
 other workers can join during the run. With `control` it submits the run to a running coordinator;
@@ -65,7 +65,7 @@ from samestep.coordinator_subprocess import (
     queue_interrupts,
     show,
 )
-from samestep.edited_script import report_edit, reporting_other_gradients
+from samestep.edited_script import report_edit, with_gradient_report
 from samestep.existing_run import ExistingRun
 from samestep.result import FitResult, OnLog, read_history
 from samestep.script_devices import devices_of
@@ -78,17 +78,18 @@ from worker.scripts.launch import JoinOptions, join_options
 from worker.scripts.script_task import ScriptTask
 from worker.shell.client import Target
 
-_OWN_KEYS: Final = {
+_ARGUMENT_KEYS: Final = {
     "name", "task", "seed", "batch", "optimizer", "steps", "epochs", "evaluate_every", "options",
     "data",
 }  # fmt: skip
-_OTHER_TASKS_KEYS: Final = {"init_from", *SECTIONS} - _OWN_KEYS
+_UNSUPPORTED_KEYS: Final = {"init_from", *SECTIONS} - _ARGUMENT_KEYS
 _FLOAT16_MODEL: Final = {"config": {"model_type": "script"}, "precision": "float16"}
 """The section `model` that makes the coordinator scale losses; the script defines the model."""
 _SUBMIT_TIMEOUT_S: Final = 600.0
 _POLL_INTERVAL_S: Final = 1.0
 _MINIMUM_PATIENCE_S: Final = 10.0
-"""Minimum wait for a run: a coordinator offers it at once, but may be busy."""
+"""Minimum time that a worker waits for a run: the coordinator offers it at once unless it is
+busy."""
 _END_TIMEOUT_S: Final = 60.0
 """How long to wait for the end of a coordinator whose run has failed."""
 _END_AT_ONCE_TIMEOUT_S: Final = 5.0
@@ -139,10 +140,10 @@ def fit(
         seed: Seeds initial values, order of samples, dropout, and random collators.
         evaluate_every: Steps between evaluations on `held_out`; 0: only at the end.
         precision: Precision of forward and backward; in float16 losses are scaled.
-        workers: Start when this many workers are ready. Default: $SAMESTEP_EXPECT_WORKERS, or 1.
+        workers: Workers to wait for. Default: $SAMESTEP_EXPECT_WORKERS, a Slurm step's tasks, or 1.
         device: This worker's device; `cuda0-3` names several. Default: $SAMESTEP_BACKEND, or auto.
         directory: Directory of the run. Default: a new one in `runs/`.
-        resume: Resume the run in `directory`; "edited": also if the script was edited since.
+        resume: Resume the run in `directory`; "edited": even if the code was edited since then.
         control: Control port of a running coordinator. Default: $SAMESTEP_CONTROL; without it a
             coordinator is started, which listens at $SAMESTEP_BIND.
         name: Name of the run. Default: the script's name.
@@ -150,11 +151,11 @@ def fit(
         on_log: Called with each new row of the history, of a committed step or an evaluation.
 
     Raises:
-        SamestepError: An argument or the task is unusable; one line says what to do.
+        SamestepError: The run cannot start, or it failed; one line says what to do.
     """
     named_arguments = {**locals()}
     joined_by = _note_call()
-    build = _function(named_arguments.pop("build"))
+    build = _check_build(named_arguments.pop("build"))
     call_context = script.called(script.Script.of_process(), build)
     arguments = Arguments.of(**named_arguments)
     with call_context as call, _preserving_torch_state(), _keeping_freed_memory():
@@ -170,7 +171,7 @@ def _note_call() -> JoinOptions | None:
 
 
 def _take_part(call: script.Call, arguments: Arguments, joined_by: JoinOptions | None) -> FitResult:
-    """Join a run, or begin one; in a step of several tasks, task 0 begins it."""
+    """Serve a device, join a run, or begin one; in a Slurm step, task 0 begins the run."""
     if (served := served_device()) is not None:
         return _serve(call, served)
     if joined_by is not None:
@@ -208,7 +209,7 @@ def _serve(call: script.Call, served: ServedDevice) -> FitResult:
     return _result(call, directory, has_joined=False)
 
 
-def _function(build: object) -> Callable[..., object]:
+def _check_build(build: object) -> Callable[..., object]:
     if not callable(build):
         raise DataError(
             f"expected a function that returns a samestep.Task, got {type(build).__name__}: write "
@@ -281,15 +282,16 @@ def _resume(
         _report_changes(existing_run, spec, changes, manifest.epoch_samples)
     on_log = arguments.on_log
     if call.stands_for is not None and report_edit(call, existing_run):
-        on_log = reporting_other_gradients(call, existing_run, on_log)
+        on_log = with_gradient_report(call, existing_run, on_log)
     return _with_local_coordinator(call, spec, arguments, on_log)
 
 
 def _check_combination(call: script.Call, arguments: Arguments) -> None:
-    """Check combinations of arguments before anything is built.
+    """Check combinations of arguments before the task is built.
 
     Raises:
-        UsageError: An argument would have no effect, or there is no run to resume.
+        DataError: The optimizer or scheduler cannot be translated.
+        UsageError: An argument has no effect, or there is no run to resume.
         BackendUnavailable: This machine does not have the device.
     """
     if arguments.options and not script.takes_options(call.build):
@@ -360,14 +362,14 @@ def _script_file(user_script: script.Script, existing_run: ExistingRun | None) -
         return {}
     if existing_run is not None and Path(existing_run.script_file).is_file():
         assert existing_run.spec.data is not None, "it names the script's file"
-        return {"data": {"train": existing_run.spec.data.train}}  # where that was when it began
+        return {"data": {"train": existing_run.spec.data.train}}
     return {"data": {"train": str(user_script.path)}}
 
 
 def _with_script_copy(spec: RunSpec, user_script: script.Script, directory: Path) -> RunSpec:
     """Copy the script into a new run's directory, and return the run spec that names the copy.
 
-    The user may edit the script, and resume the run or have workers join it all the same.
+    So the user can edit the script afterwards, and other workers still get the original.
     """
     if user_script.path is None or spec.data is None:
         return spec
@@ -385,7 +387,10 @@ def _with_script_copy(spec: RunSpec, user_script: script.Script, directory: Path
 
 
 def _digest_parts(existing_run: ExistingRun | None) -> dict[str, Any]:
-    """Return how much data a resumed run's digests cover; see `worker.scripts.data_digest`."""
+    """Return the key `read` of a resumed run's options: how much data its digests cover.
+
+    See `worker.scripts.data_digest`.
+    """
     parts_read = {} if existing_run is None else existing_run.spec.options.get("read")
     return {} if parts_read is None else {"read": parts_read}
 
@@ -403,10 +408,10 @@ def _report_sampled_digests(task: ScriptTask) -> None:
 def _report_changes(
     existing_run: ExistingRun, spec: RunSpec, changes: tuple[str, ...], epoch_samples: int
 ) -> None:
-    """Report what a resumed run changes, and if its result differs from that of an undisturbed
-    run."""
+    """Report the changes of a resumed run, and whether its result differs from that of a new run
+    with the changed arguments."""
     show(Line(f"the run in {str(existing_run.directory)!r} continues with {', '.join(changes)}"))
-    if first_changed_step := existing_run.other_rates(spec, epoch_samples):
+    if first_changed_step := existing_run.first_changed_rate(spec, epoch_samples):
         show(Line(
             "samestep: the changed schedule has other learning rates for steps already taken, from "
             f"step {first_changed_step} on: the result is not that of one run with these arguments"
@@ -415,13 +420,13 @@ def _report_changes(
 
 def _extra_keys(settings: Mapping[str, object] | None) -> dict[str, Any]:
     keys = _as_json(settings or {})
-    keys.pop("optimizer", None)  # keys that a torch object cannot express: see `OptimizerArguments`
-    if duplicate_keys := sorted(_OWN_KEYS & set(keys)):
+    keys.pop("optimizer", None)  # `OptimizerArguments` applies these keys
+    if duplicate_keys := sorted(_ARGUMENT_KEYS & set(keys)):
         raise DataError(
             "settings: expected keys of a run spec that are no arguments of fit, got "
             f"{duplicate_keys[0]!r}: use the argument of fit"
         )
-    if unused_keys := sorted(_OTHER_TASKS_KEYS & set(keys)):
+    if unused_keys := sorted(_UNSUPPORTED_KEYS & set(keys)):
         raise DataError(
             f"settings: expected keys that apply to a script, got {unused_keys[0]!r}: leave it "
             "out, as build defines model and data"
@@ -453,7 +458,7 @@ def _run_name(user_script: script.Script) -> str:
 def _build(
     call: script.Call, arguments: Arguments, existing_run: ExistingRun | None
 ) -> tuple[RunSpec, ScriptTask]:
-    """Build the task, before anything starts, and complete the run spec."""
+    """Build the task before the coordinator starts, and complete the run spec."""
     document = _document(arguments, call.run_script, call.number, existing_run)
     steps = arguments.steps
     trial_spec = parse_run_spec({**document, "steps": 1 if steps is None else steps})
@@ -512,7 +517,7 @@ def _with_local_coordinator(
             run = json.loads(spec.to_bytes())
             start_request = {**request, "run": run, "bind": bind, "directory": str(directory)}
             coordinator = CoordinatorSubprocess(start_request, event_queue)
-            address = stack.enter_context(coordinator).listening()
+            address = stack.enter_context(coordinator).wait_until_listening()
             if step := call.step:
                 step.publish(parse_address(bind, "SAMESTEP_BIND")[0], address[1])
             _LAST_ADDRESS[:] = [f"{bind.rpartition(':')[0]}:{address[1]}"]
@@ -551,7 +556,8 @@ _Coordinator = TypeVar("_Coordinator")
 def _start_where_free(start: Callable[[str], _Coordinator]) -> _Coordinator:
     """Start a coordinator at $SAMESTEP_BIND, else at the default address or a free port.
 
-    The default address may be taken already, or by the time the coordinator binds it.
+    The default address may be in use, or another process may take it before the coordinator binds
+    it.
     """
     step = SrunStep.of()
     requested_bind = os.environ.get("SAMESTEP_BIND") or (step.bind if step is not None else None)
@@ -573,7 +579,8 @@ def _has_checkpoint(directory: Path) -> bool:
 
 @contextmanager
 def _run_directory(requested_directory: Path | str | None, name: str) -> Iterator[Path]:
-    """Yield the requested directory, or a new one; an interrupt before a checkpoint removes it."""
+    """Yield the requested directory, or a new one, which an interrupt before a checkpoint
+    removes."""
     if requested_directory is not None:
         yield Path(requested_directory)
         return
@@ -627,7 +634,7 @@ def _handle_events(
         is_waiting = end_deadline_s is None and not interrupts
         next_deadline_s = deadline.deadline_s if is_waiting else end_deadline_s
         try:
-            event = event_queue.get(timeout=_left_s(next_deadline_s))
+            event = event_queue.get(timeout=_remaining_s(next_deadline_s))
         except queue.Empty:
             if is_waiting:
                 failure, end_deadline_s = deadline.error(), _end_at_once(coordinator)
@@ -638,7 +645,7 @@ def _handle_events(
         match event:
             case Line():
                 pending_lines.append(event)
-                if not (is_alone and event.unready_reason):  # such a line may be raised below
+                if not (is_alone and event.unready_reason):  # else `_end_with` may raise the reason
                     _show(pending_lines)
             case Interrupted():
                 interrupts += 1
@@ -654,11 +661,11 @@ def _handle_events(
                 else:
                     show(Line(f"samestep: {one_line(error)}", is_error=True))
             case Stalled() if is_alone:
-                failure = _halted(event.reason, directory)
+                failure = _halt_error(event.reason, directory)
                 coordinator.drain()
             case CoordinatorEnded():
                 if event.exit_code and interrupts > 1:
-                    raise _ended_at_once(pending_lines, directory)
+                    raise _interrupt_error(pending_lines, directory)
                 _end_with(event, failure, pending_lines, directory)
                 return
         if end_deadline_s is None and (failure is not None or interrupts > 1):
@@ -670,13 +677,13 @@ def _end_deadline_s(*, has_second_interrupt: bool) -> float:
     return time.monotonic() + timeout_s
 
 
-def _ended_at_once(pending_lines: list[Line], directory: Path) -> KeyboardInterrupt:
+def _interrupt_error(pending_lines: list[Line], directory: Path) -> KeyboardInterrupt:
     _show(pending_lines)
     text = f"ended at once; resume from the checkpoint: {_resume_call(directory)}"
     return KeyboardInterrupt(text if _has_checkpoint(directory) else "")
 
 
-def _halted(reason: str, directory: Path) -> RunFailed:
+def _halt_error(reason: str, directory: Path) -> RunFailed:
     return RunFailed(
         f"halted: {reason}; if this machine caused it, fix it and repeat the step with "
         f"{_resume_call(directory)}; if script, data or arguments did, change them and start in "
@@ -684,7 +691,7 @@ def _halted(reason: str, directory: Path) -> RunFailed:
     )
 
 
-def _left_s(deadline_s: float | None) -> float | None:
+def _remaining_s(deadline_s: float | None) -> float | None:
     return None if deadline_s is None else max(deadline_s - time.monotonic(), 0.0)
 
 
@@ -727,7 +734,7 @@ def _end_with(
 
 
 def _show(lines: list[Line]) -> None:
-    """Print the lines and clear the list."""
+    """Print lines, and clear the list."""
     for line in lines:
         show(line)
     lines.clear()
@@ -759,11 +766,11 @@ def _worker(
 
 
 def _discard(text: str) -> None:
-    """Drop a line: the coordinator reports this worker's events too."""
+    """Drop a line: the coordinator reports the events of this worker too."""
 
 
 def new_directory(parent: Path, name: str, remedy: str = "write fit(..., directory=DIR)") -> Path:
-    """Create a directory with the first free number; several processes may do so at once.
+    """Create a directory with the first free number, safely among concurrent processes.
 
     Raises:
         UsageError: The directory cannot be created.
@@ -847,12 +854,12 @@ def _follow(
         worker: This worker.
         event_queue: Its events.
         on_log: See `fit`.
-        problem: Polled about once a second; the error that makes waiting pointless, or None.
+        problem: Called about once a second; returns the error for which to stop waiting, or None.
 
     Raises:
-        SamestepError: The worker failed or was refused, or what `problem` returned.
+        SamestepError: The worker failed or was refused, or `problem` returned this error.
         SystemExit: The user interrupted; the other workers continue the run.
-        Exception: What `on_log` raised; the other workers continue the run.
+        Exception: `on_log` raised it; the other workers continue the run.
     """
     was_interrupted = False
     while True:
@@ -994,14 +1001,16 @@ def _preserving_torch_state() -> Iterator[None]:
             for number, state in enumerate(card_states):
                 cards.set_rng_state(state, number)
             cards.set_device(current_card)
-        elif (cards := _cards_in_use()) is not None:  # initialized by fit: seed as manual_seed did
+        elif (
+            cards := _cards_in_use()
+        ) is not None:  # `fit` initialized them: seed them like the CPU
             cards.manual_seed_all(torch.initial_seed())
             cards.set_device(0)
 
 
 def _cards_in_use() -> Any:
-    """Return torch's module for this machine's cards (`torch.cuda`); None if nothing has used
-    them."""
+    """Return torch's module for this machine's cards (`torch.cuda`); None if it is not
+    initialized."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type == "mps":
         return None

@@ -30,13 +30,13 @@ from samestep.schedulers import (
     scales_between,
     schedule_of,
 )
-from samestep.torch_kinds import KINDS, Settings, translate_settings
+from samestep.torch_translation import TRANSLATIONS, Settings, translate_settings
 
 _IGNORED_SETTINGS: Final = {
     "lr", "weight_decay", "params", "param_names", "name", "initial_lr", "max_lr", "min_lr",
     "base_momentum", "max_momentum", "foreach", "fused", "capturable", "differentiable",
 }  # fmt: skip
-"""Entries of torch's groups that a run spec's groups have too, or that do not affect the result."""
+"""Entries of torch's groups that may differ between groups, or that do not affect the result."""
 _RULES: Final = (
     "sgd, momentum, nesterov, adam, adamw, rmsprop, adagrad, adafactor, lion or schedule-free"
 )
@@ -52,7 +52,7 @@ class OptimizerArguments:
             optimizer.
         scheduler: A torch scheduler of the optimizer, or a function of the optimizer that returns
             one; None for a constant rate.
-        interval: How often the loop would step the scheduler.
+        interval: Whether the scheduler steps after each step or after each epoch.
         extra_keys: Keys of the section `optimizer` that a torch object cannot express, such as
             `clip_norm`.
     """
@@ -103,9 +103,9 @@ class OptimizerArguments:
         elif isinstance(self.optimizer, tuple | list):
             raise DataError(
                 f"expected one optimizer, got {len(self.optimizer)}: a run has one loss and one "
-                "update per step, so optimizers that take turns (GANs) are not supported; if each "
-                "has parameters of its own and one loss reaches all, give one optimizer with a "
-                "group of parameters for each"
+                "update per step, so optimizers that take turns (GANs) are not supported; if one "
+                "loss reaches the parameters of all of them, give one optimizer with several "
+                "groups of parameters"
             )
         elif not callable(self.optimizer):
             raise DataError(
@@ -149,7 +149,8 @@ class OptimizerArguments:
 
 
 def _optimizer_for(source: Any, module: nn.Module) -> Optimizer:
-    """Return the optimizer object, which a class or function creates for the module."""
+    """Return the optimizer object, created for the module if the source is a class or a
+    function."""
     if isinstance(source, Optimizer):
         return source
     factory = source.func if isinstance(source, partial) else source
@@ -161,7 +162,7 @@ def _optimizer_for(source: Any, module: nn.Module) -> Optimizer:
     if inspect.isclass(factory) and issubclass(factory, Optimizer):
         parameters: Any = (
             trained_parameters
-            if factory in KINDS
+            if factory in TRANSLATIONS
             else [parameter for _, parameter in trained_parameters]
         )
         optimizer = _call_user_function(source, parameters, "optimizer")
@@ -225,11 +226,11 @@ def _refuse_untranslatable(optimizer: Optimizer) -> None:
         )
 
 
-def _adamw_rate(kind: type, group: Settings) -> float:
+def _adamw_rate(optimizer_class: type, group: Settings) -> float:
     """Return the learning rate to suggest for AdamW: the initial rate for a variant of Adam, else
     the default."""
     rate = group.get("initial_lr") or group.get("lr")
-    return float(rate) if rate and "adam" in kind.__name__.lower() else 1e-3
+    return float(rate) if rate and "adam" in optimizer_class.__name__.lower() else 1e-3
 
 
 def _has_stepped(state: Settings) -> bool:

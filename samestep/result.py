@@ -21,16 +21,18 @@ class FitResult:
 
     Attributes:
         module: The module that `build` made, trained, on the CPU, in evaluation mode.
-        history: A row for each step: `step`, `loss`, `learning_rate`, `grad_norm` (before clipping;
-            not on a worker that joined), and after an evaluation its metrics as `held_out_...`.
+        history: A row for each step: `step`, `loss`, `learning_rate`, `grad_norm` (before
+            clipping), and after an evaluation its metrics as `held_out_...`. If `joined`, only
+            the steps in which this process took part, without `grad_norm` and evaluations.
         metrics: Evaluation metrics at the end, by name.
         digest: Digest of the trained tensors, 64 hex digits: the same on every machine.
         steps: Number of steps taken.
         outcome: `finished`, or `drained` if the run was interrupted: `fit(resume=True,
             directory=...)` resumes it.
-        directory: The run's directory, with checkpoints, journal and the trained tensors; None on
-            a worker that joined.
-        joined: Whether this process joined a run that another process started.
+        directory: The run's directory, with checkpoints, journal and the trained tensors; None if
+            `joined`.
+        joined: Whether this process has no access to the run's directory: it joined a run that
+            another process started, or submitted the run to a coordinator on another machine.
     """
 
     module: nn.Module

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from protocol.base.errors import DataError
 from protocol.exact.schedule import learning_rate
 from protocol.spec.sections.optimizer import OptimizerSpec
-from samestep.torch_kinds import rate_of
+from samestep.torch_translation import rate_of
 
 Interval = Literal["step", "epoch"]
 Rates = list[float]
@@ -101,20 +101,20 @@ def check_scheduler(scheduler: object, optimizer: object) -> None:
     Raises:
         DataError: The object is not a torch scheduler, or belongs to another optimizer.
     """
-    kind = type(scheduler).__name__
+    class_name = type(scheduler).__name__
     if not isinstance(scheduler, LRScheduler):
         raise DataError(
             f"scheduler: expected a scheduler of torch, or a function of the optimizer that "
-            f"returns one, got {kind}"
+            f"returns one, got {class_name}"
         )
     if "step" in vars(scheduler):
         raise DataError(
-            f"scheduler: expected the step of {kind}, got an object whose step was replaced: "
+            f"scheduler: expected the step of {class_name}, got an object whose step was replaced: "
             "workers would not run it; leave the replacement out"
         )
     if scheduler.optimizer is not optimizer:
         raise DataError(
-            f"scheduler: expected one of the optimizer that fit gets, got {kind} of another: "
+            f"scheduler: expected one of the optimizer that fit gets, got {class_name} of another: "
             "create it with that optimizer"
         )
 
@@ -126,7 +126,7 @@ def plateau_of(scheduler: ReduceLROnPlateau, rate: float) -> dict[str, Any]:
 
     Args:
         scheduler: The scheduler.
-        rate: The rate of the section.
+        rate: The learning rate `lr` of the section.
 
     Raises:
         DataError: The groups have different minimum rates, or the scheduler has taken a step.
@@ -157,13 +157,14 @@ def plateau_of(scheduler: ReduceLROnPlateau, rate: float) -> dict[str, Any]:
 
 def _copy_scheduler(optimizer: torch.optim.Optimizer, scheduler: object) -> Any:
     """Copy a scheduler and its optimizer without the parameters."""
-    stand_in = torch.nn.Parameter(torch.zeros(()))
+    placeholder = torch.nn.Parameter(torch.zeros(()))
     tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return copy.deepcopy(scheduler, {id(tensor): stand_in for tensor in tensors})
+    return copy.deepcopy(scheduler, {id(tensor): placeholder for tensor in tensors})
 
 
 def _step_through(scheduler: Any, count: int) -> Iterator[int]:
-    """Step a scheduler between the items of an iteration."""
+    """Yield the number of each of the scheduler's steps, from 0, stepping the scheduler between
+    them."""
     for index in range(count):
         yield index
         if index + 1 == count:
@@ -204,7 +205,7 @@ def scales_between(rates: Rates, base: Rates) -> list[float]:
 
 
 def by_step(values: Sequence[float], interval_steps: int, steps: int) -> list[float]:
-    """Return a list with an entry for each step, without repetitions at the end.
+    """Return a list with an entry for each step; repetitions of the last entry are left out.
 
     Args:
         values: An entry for each interval.
@@ -269,8 +270,11 @@ def _find_named_schedule(rates: Rates) -> dict[str, Any] | None:
     peak = rates.index(highest_rate)
     warmups: list[dict[str, Any]] = [{}]
     if peak:
-        from_zero = rates[0] == 0.0
-        warmup = {"warmup_steps": peak if from_zero else peak + 1, "warmup_from_zero": from_zero}
+        is_from_zero = rates[0] == 0.0
+        warmup = {
+            "warmup_steps": peak if is_from_zero else peak + 1,
+            "warmup_from_zero": is_from_zero,
+        }
         warmups = [{name: value for name, value in warmup.items() if value}]
     for warmup, name in (
         (warmup_keys, schedule_name)

@@ -132,13 +132,13 @@ class Call:
         number: Number of the call within the script, counted from 1; a resumed run has the number
             of its first start.
         position: Number of the call in this process, counted from 1.
-        build: The user's function.
+        build: The user's function that returns the task.
         backend: Name and device of this process's backend, on which a task is tried.
         built_task: The task that was built last; None before.
         prepared: A task built in advance, for a run spec with the same options; used once.
         step: The Slurm step whose tasks make this call together; None for a single process.
         directories: The run's directory of each earlier call that has one, by position.
-        stands_for: The script of the resumed run, if this script was edited since.
+        stands_for: The script of the resumed run, if this script was edited since then.
     """
 
     script: Script
@@ -188,6 +188,7 @@ class _ProcessState:
 
 _STATE: Final = _ProcessState()
 _SEARCH = threading.local()
+"""`_SEARCH.call` is above 0 in a thread that runs a script only to find its `build`."""
 
 
 class _BuildFoundError(BaseException):
@@ -199,7 +200,9 @@ class _BuildFoundError(BaseException):
 
 @contextmanager
 def called(script: Script, build: Build) -> Iterator[Call]:
-    """Context of one call of `fit`; stops a script that is run only to find its `build`.
+    """Note a call of `fit` as in progress until the block ends.
+
+    In a script that is run only to find its `build`, raise an exception that carries it.
 
     Raises:
         DataError: Another call is in progress.
@@ -254,10 +257,13 @@ def build_task(
 
 def takes_options(build: Build) -> bool:
     """Return whether `build` takes the options as an argument."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional_kinds = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    )
     return any(
         parameter.name == "options"
-        or (parameter.kind in kinds and parameter.default is inspect.Parameter.empty)
+        or (parameter.kind in positional_kinds and parameter.default is inspect.Parameter.empty)
         for parameter in inspect.signature(build).parameters.values()
     )
 
@@ -315,7 +321,7 @@ def _task_of_sent_script(spec: RunSpec, name: str, digest: str) -> ScriptTask:
     except _BuildFoundError as stop:
         return build_task(stop.build, spec, script)
     except SystemExit:
-        pass  # would end only the device's thread
+        pass  # SystemExit would end only the device's thread
     finally:
         _SEARCH.call = 0
     raise DataError(

@@ -1,13 +1,14 @@
 """`samestep.fit` on several devices of a machine: each has a process that runs the script too.
 
 A model consists of the script's objects, which cannot be sent to another process. Instead each
-device's process runs the script from its beginning. There, an earlier call of `fit` returns the
-result that this process got, read from the run's directory. In the call in progress the device's
-process computes what this process's worker requests, and ends with the worker. So the rest of the
-script runs only in this process.
+device's process runs the script from its beginning. In that process, an earlier call of `fit`
+returns the same result as in the user's process, read from the run's directory. In the call in
+progress, it computes for the worker of the user's process, and ends with that worker. So the code
+after the call runs only in the user's process.
 
-What the script prints there is held until the task is built, and then dropped, as this process
-prints the same. A process that does not reach the call within a time limit ends the call.
+The output of the script in a device's process is buffered until the task is built, and then
+dropped, because the user's process prints the same. If a device's process does not reach the call
+within a time limit, the call fails.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ from worker.shell.script_phase import ScriptLimits
 
 _VARIABLE: Final = "SAMESTEP_SCRIPT_START"
 _MODULE: Final = "samestep.device_process"
-_TIMES_SLOWER: Final = 10
-"""How much longer than this process another may take to reach the call: all load data at once."""
+_MAX_SLOWDOWN: Final = 10
+"""How many times longer than this process a device's process may take to reach the call: all of
+them load data at the same time."""
 _START_TIME_FIELD: Final = 19
 """Index of `starttime` after the command's name in /proc/PID/stat: see proc(5)."""
 
@@ -48,8 +50,8 @@ class ScriptStart:
         arguments: `sys.argv`.
         search_path: `sys.path`.
         position: The call of `fit` that the devices compute, counted from 1 in this process.
-        number: The call's number in the run spec; a resumed run has that of its first start.
-        directories: The run's directory of each earlier call.
+        number: The call's number in the run spec; a resumed run has the number of its first start.
+        directories: The run's directory of each earlier call, in order.
         generators: The initial states of the global generators.
         digest: Digest of the script.
         stands_for: Digests of the run's script and of the modules beside it, if this script was
@@ -106,8 +108,8 @@ class ScriptStart:
 
     @staticmethod
     def take() -> ScriptStart:
-        """Read this from the environment and remove it there, so that child processes of the script
-        do not inherit it."""
+        """Read the start from the environment, and remove it there, so that the script's child
+        processes do not inherit it."""
         document = json.loads(os.environ.pop(_VARIABLE))
         generators = GeneratorStates(**document.pop("generators"))
         return ScriptStart(**document, generators=generators)
@@ -125,7 +127,7 @@ def devices_of(call: Call, backend: str, devices: Sequence[int | str]) -> Device
     """
     by_name: dict[str, int | str | None] = {f"{backend}{device}": device for device in devices}
     variables = ScriptStart.of(call).variables()
-    timeout_s = max(limits.SCRIPT_TIMEOUT_S, _TIMES_SLOWER * _running_s())
+    timeout_s = max(limits.SCRIPT_TIMEOUT_S, _MAX_SLOWDOWN * _process_age_s())
     script = ScriptLimits(f"call {call.position} of fit", timeout_s, _show)
     processes = DeviceProcesses(
         by_name, backend, _discard, module=_MODULE, variables=variables, script=script
@@ -133,7 +135,7 @@ def devices_of(call: Call, backend: str, devices: Sequence[int | str]) -> Device
     return DeviceSet(list(by_name), processes, _discard)
 
 
-def _running_s() -> float:
+def _process_age_s() -> float:
     """Return the time since this process was started; 0 if unknown."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()

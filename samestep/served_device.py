@@ -25,7 +25,7 @@ from worker.tasks.base.task import Task
 
 _POLL_INTERVAL_MS: Final = 1000
 _HELD_OUTPUT: Final = 7
-"""Index of the file of held output among the process's arguments."""
+"""Index of the descriptor of the file for held output among the process's arguments."""
 
 
 @dataclass(slots=True)
@@ -44,22 +44,24 @@ class ServedDevice:
     _arguments: list[str]
     _is_serving: threading.Event = field(default_factory=threading.Event)
     _stderr_fd: int | None = None
-    """The standard error of the user's process while output is held; else None."""
+    """A copy of the original standard error, while output is held; else None."""
 
     def serve(self, failure: SamestepError | None = None) -> NoReturn:
         """Compute what the worker requests, and end with the worker.
 
         Args:
-            failure: Why there is no task; raised when the worker requests the task.
+            failure: The error to raise when the worker requests the task; None: build the task.
         """
         self._is_serving.set()
         with socket.socket(fileno=os.dup(int(self._arguments[0]))) as pipe_end:
             Pipe(pipe_end).send(["reached fit"])
 
-        def make(name: str, device: int | str | None, say: Callable[[str], None]) -> LocalDevice:
+        def make_device(
+            name: str, device: int | str | None, say: Callable[[str], None]
+        ) -> LocalDevice:
             return _Device(name, device, say, failure, self.release_output)
 
-        device_process.main(make, self._arguments)
+        device_process.main(make_device, self._arguments)
         raise AssertionError("the process has ended")
 
     def hold_output(self) -> None:
@@ -71,7 +73,7 @@ class ServedDevice:
         os.close(held_fd)
 
     def release_output(self) -> None:
-        """From now on, write standard error to that of the user's process, and drop the output."""
+        """Drop standard output from now on, and write standard error to the original stream."""
         if self._stderr_fd is None:
             return
         for stream in (sys.stdout, sys.stderr):
@@ -97,17 +99,25 @@ class ServedDevice:
 
 
 class _Device(LocalDevice):
-    """A device; `failure` says why there is no task for it. `on_task` is called with each task."""
+    """The device of this process.
+
+    Args:
+        name: The backend's name.
+        device: The device, by number or part of its name.
+        print_line: Prints a line.
+        failure: Raised instead of building a task; None if the script reached the call.
+        on_task: Called after each task that is built.
+    """
 
     def __init__(
         self,
         name: str,
         device: int | str | None,
-        tell: Callable[[str], None],
+        print_line: Callable[[str], None],
         failure: SamestepError | None,
         on_task: Callable[[], None],
     ) -> None:
-        super().__init__(name, device, tell)
+        super().__init__(name, device, print_line)
         self._failure, self._on_task = failure, on_task
 
     def task(self, spec: RunSpec) -> Task:

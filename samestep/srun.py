@@ -1,8 +1,8 @@
 """`samestep.fit` in a Slurm step of several tasks: task 0 starts the coordinator, the others join.
 
-srun runs the same script once per task and says in variables which task a process is. The tasks
-find each other through a file in `state_home()`, where the join token is too: the nodes of a step
-must share that directory, as they share a home.
+srun runs the same script once per task, and passes the task's number in environment variables. The
+tasks find each other through a file in `state_home()`, which also has the join token: the nodes of
+a step must share that directory, as they share a home directory.
 """
 
 from __future__ import annotations
@@ -36,10 +36,12 @@ _ADDRESS_TIMEOUT_S: Final = 600.0
 _POLL_INTERVAL_S: Final = 1.0
 _REPORT_INTERVAL_S: Final = 30.0
 _RETRY_FOR_S: Final = 300.0
-_TASKS_TIMEOUT_S: Final = 600.0
-"""A task that failed before `fit` never joins; one that loads a large model takes minutes."""
+_JOIN_TIMEOUT_S: Final = 600.0
+"""How long task 0 waits for the other tasks: a task that failed before `fit` never joins, and a
+task that loads a large model takes minutes."""
 _FILE_LIFETIME_S: Final = 30 * 86_400.0
-"""Files of steps that Slurm killed are removed after this time; no step runs for longer."""
+"""Files of steps that Slurm killed are removed after this time, which is longer than a step
+runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +51,9 @@ class SrunStep:
     Attributes:
         task: Number of this process among the step's tasks.
         tasks: Number of tasks of the step.
-        nodes: Number of nodes on which they run.
+        nodes: Number of nodes on which the tasks run.
         local_task: Number of this process among the tasks of its node.
-        name: Name of this start of the step, unique on its cluster.
+        name: Job, step and restart number: unique on the cluster.
         call: Number of the call of `fit` within the script, counted from 1. Each call has its own
             files, so that no task takes an earlier call's failure for the current one's.
     """
@@ -207,11 +209,11 @@ class TaskDeadline:
 
     Attributes:
         tasks: Number of tasks of the step; 0: do not wait.
-        deadline_s: The end of the wait, by `time.monotonic`; None: no task is missing.
+        deadline_s: The end of the wait, on the clock `time.monotonic`; None: no task is missing.
     """
 
     tasks: int
-    deadline_s: float | None = field(default_factory=lambda: time.monotonic() + _TASKS_TIMEOUT_S)
+    deadline_s: float | None = field(default_factory=lambda: time.monotonic() + _JOIN_TIMEOUT_S)
     _worker_count: int = 0
 
     def update(self, workers: Collection[str], *, has_started: bool) -> None:
@@ -220,20 +222,20 @@ class TaskDeadline:
         if has_started or self._worker_count >= self.tasks:
             self.deadline_s = None
         elif self.deadline_s is None:
-            self.deadline_s = time.monotonic() + _TASKS_TIMEOUT_S
+            self.deadline_s = time.monotonic() + _JOIN_TIMEOUT_S
 
     def error(self) -> Unreachable:
         """Return the error for tasks that have not joined in time."""
         return Unreachable(
             f"expected all {self.tasks} tasks of this srun step in samestep.fit within "
-            f"{_TASKS_TIMEOUT_S:.0f} s, got {self._worker_count}: the output of the missing tasks "
+            f"{_JOIN_TIMEOUT_S:.0f} s, got {self._worker_count}: the output of the missing tasks "
             "says why they failed (srun --kill-on-bad-exit=1 then ends all tasks); to start with "
             "fewer, set SAMESTEP_EXPECT_WORKERS"
         )
 
 
 def _remove_older(directory: Path, oldest_s: float) -> None:
-    """Remove files that failed or killed steps left behind before a point in time."""
+    """Remove files that failed or killed steps left behind before a time, in seconds since 1970."""
     with contextlib.suppress(OSError):
         for path in directory.iterdir():
             with contextlib.suppress(OSError):
@@ -243,12 +245,13 @@ def _remove_older(directory: Path, oldest_s: float) -> None:
 
 @cache
 def _cards(backend: str) -> int:
-    """Count the usable cards of the first kind that `backend` names."""
-    usable_kinds = [device.backend for device in devices() if device.usable and not device.software]
-    kinds = [kind for kind in AUTO_ORDER if kind != "cpu"] if backend == "auto" else [backend]
-    return next(
-        (usable_kinds.count(kind) for kind in kinds if kind in usable_kinds and kind != "cpu"), 0
-    )
+    """Count the usable cards of a backend; of auto: of the first backend that has any."""
+    card_backends = [
+        device.backend for device in devices() if device.usable and not device.software
+    ]
+    candidates = AUTO_ORDER if backend == "auto" else (backend,)
+    counts = (card_backends.count(name) for name in candidates if name != "cpu")
+    return next(filter(None, counts), 0)
 
 
 def _print_line(text: str) -> None:

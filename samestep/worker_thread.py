@@ -33,7 +33,7 @@ class WorkerEnded:
     """The worker has left the run.
 
     Attributes:
-        error: Why the worker left; None if the coordinator said goodbye.
+        error: Why the worker left; None if it left normally.
     """
 
     error: Exception | None
@@ -112,10 +112,10 @@ class WorkerThread:
         device: Device of the backend, by number or part of its name; None: the first.
         credentials: Join token or key.
         print_line: Prints a line.
-        event_queue: Receives `WorkerEnded` and `Stalled`.
+        event_queue: Receives `WorkerEnded` and `Stalled`, and with `reports_rows` also `NewRow`.
         find_again: Searches again for a coordinator that was found on the network.
         devices: Several devices, each in a process of its own, instead of `device`.
-        reports_rows: Whether `event_queue` receives each row too.
+        reports_rows: Whether to report the row of each committed step.
     """
 
     def __init__(

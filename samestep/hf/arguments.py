@@ -62,11 +62,11 @@ HARMLESS: Final = {name: reason for reason, names in _HARMLESS.items() for name 
 """Arguments that have no effect on what is trained, with the reason."""
 
 REFUSED: Final[dict[str, str]] = {
-    "optim_target_modules": "the update is AdamW of all trainable tensors",
+    "optim_target_modules": "leave it out: the update covers all trainable tensors",
     "tf32": "matrix products are exact in float32; leave it out",
     "torch_compile": "leave it out: bits of compiled kernels differ from machine to machine",
     "use_liger_kernel": "leave it out",
-    "auto_find_batch_size": "say per_device_train_batch_size",
+    "auto_find_batch_size": "write per_device_train_batch_size",
     "include_num_input_tokens_seen": "leave it out: tokens are not counted",
     "bf16_full_eval": "leave it out: held-out data is measured in the precision of training",
     "fp16_full_eval": "leave it out: held-out data is measured in the precision of training",
@@ -97,8 +97,8 @@ _SCHEDULES: Final[dict[str, tuple[str, dict[str, str]]]] = {
     "inverse_sqrt": ("inverse-sqrt", {}),
     "polynomial": ("polynomial", {"lr_end": "min_lr", "power": "power"}),
 }
-"""Schedules by their name in transformers: the name in a run spec, and `lr_scheduler_kwargs`' keys.
-"""
+"""Schedules by their name in transformers, each with its name in a run spec, and the keys of a run
+spec by their names in `lr_scheduler_kwargs`."""
 _OPTIMIZERS: Final = {
     "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd", "rmsprop": "rmsprop",
     "adagrad": "adagrad",
@@ -110,7 +110,7 @@ def check_arguments(arguments: Any, honored_by_class: frozenset[str] = frozenset
 
     Args:
         arguments: A `TrainingArguments`, or one of a subclass.
-        honored_by_class: Fields that the trainer's class uses before it trains (TRL's).
+        honored_by_class: Fields that the trainer's class (such as TRL's) uses before it trains.
 
     Raises:
         DataError: An argument cannot be honored; the message names it.
@@ -146,24 +146,24 @@ def named_optimizer(
     if not has_named_optimizer or (_OPTIMIZERS[optimizer] != "adamw" and arguments.weight_decay):
         return None
     warmup = 0 if schedule == "constant" else arguments.get_warmup_steps(steps)
-    document: dict[str, Any] = {
+    section: dict[str, Any] = {
         "name": _OPTIMIZERS[optimizer],
         "lr": arguments.learning_rate,
         **(keys or {}),
         "warmup_steps": warmup,
         "clip_norm": arguments.max_grad_norm or None,
     }
-    if document["name"] == "adamw":
-        document |= {
+    if section["name"] == "adamw":
+        section |= {
             "betas": [arguments.adam_beta1, arguments.adam_beta2],
             "eps": arguments.adam_epsilon,
             "weight_decay": arguments.weight_decay,
         }
-    if document.get("weight_decay"):
-        document |= decay_keys
+    if section.get("weight_decay"):
+        section |= decay_keys
     if warmup:
-        document["warmup_from_zero"] = True
-    return document
+        section["warmup_from_zero"] = True
+    return section
 
 
 def batch_of(arguments: Any) -> tuple[int, int]:
@@ -250,9 +250,9 @@ def value_of(choice: Any) -> str:
 
 
 def _schedule_of(schedule: str, arguments: Any) -> dict[str, Any] | None:
-    """Return the keys of a schedule, with transformers' defaults where they differ from ours.
+    """Return the keys of a schedule, with transformers' defaults where samestep has others.
 
-    Return None if no schedule of a run spec has these options.
+    None if no schedule of a run spec has these options.
     """
     if schedule not in _SCHEDULES:
         return None

@@ -22,7 +22,7 @@ from protocol.base.errors import DataError
 from samestep.hf.arguments import steps_of
 from samestep.result import FitResult
 
-_NEVER_CALLED: Final = ("on_pre_optimizer_step", "on_optimizer_step", "on_substep_end")
+_UNCALLED_METHODS: Final = ("on_pre_optimizer_step", "on_optimizer_step", "on_substep_end")
 """Methods of a callback that see gradients or parts of a step, which only workers have."""
 _REMEDIES: Final = {
     "should_training_stop": "write max_steps, or use EarlyStoppingCallback",
@@ -31,7 +31,7 @@ _REMEDIES: Final = {
     "should_save": "write save_strategy and save_steps",
 }
 """Flags of `TrainerControl` that change the run, with what to write instead."""
-_VISIBLE: Final = frozenset({
+_READABLE_ATTRIBUTES: Final = frozenset({
     "config", "generation_config", "name_or_path", "num_parameters", "peft_config",
     "active_adapter", "get_nb_trainable_parameters",
 })  # fmt: skip
@@ -39,7 +39,7 @@ _VISIBLE: Final = frozenset({
 
 
 class CallbackLoop:
-    """Calls the callbacks of a trainer and writes its log, as its own loop would.
+    """Calls the callbacks of a trainer and writes its log, as the loop of transformers does.
 
     Args:
         trainer: The trainer.
@@ -50,16 +50,16 @@ class CallbackLoop:
         self._trainer = trainer
         self._samples = samples
         arguments = trainer.args
-        self._accumulated = arguments.gradient_accumulation_steps
+        self._accumulation_steps = arguments.gradient_accumulation_steps
         self._microbatches = -(-samples // arguments.per_device_train_batch_size)
-        self._steps_per_epoch = -(-self._microbatches // self._accumulated)
+        self._steps_per_epoch = -(-self._microbatches // self._accumulation_steps)
         self._losses: list[float] = []
         self._logged_losses = 0
         self._begin_s = time.time()
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Let callbacks observe a run within the context, without changing it."""
+    def observing(self) -> Iterator[None]:
+        """Let callbacks observe a run until the block ends, without changing it."""
         trainer = self._trainer
         handler, arguments = trainer.callback_handler, trainer.args
         candidates = (*handler.callbacks, trainer.control)
@@ -74,7 +74,7 @@ class CallbackLoop:
         state.max_steps = steps_of(arguments, self._samples)
         state.num_train_epochs = -(-state.max_steps // self._steps_per_epoch)
         state.compute_steps(arguments, state.max_steps)
-        trainer.callback_handler, trainer.is_in_train = _WatchedCallbacks(handler), True
+        trainer.callback_handler, trainer.is_in_train = _ObservingCallbacks(handler), True
         try:
             trainer.control = trainer.callback_handler.on_train_begin(
                 arguments, state, trainer.control
@@ -86,7 +86,7 @@ class CallbackLoop:
     def add_row(self, row: Mapping[str, float]) -> None:
         """Add a row of the history: a committed step, or the metrics of an evaluation."""
         if "loss" in row:
-            self._step(row)
+            self._add_step(row)
         metrics = {
             f"eval_{name.removeprefix('held_out_')}": value
             for name, value in row.items()
@@ -119,7 +119,7 @@ class CallbackLoop:
         trainer.log(metrics)
         return metrics
 
-    def _step(self, row: Mapping[str, float]) -> None:
+    def _add_step(self, row: Mapping[str, float]) -> None:
         trainer, state = self._trainer, self._trainer.state
         handler, arguments = trainer.callback_handler, trainer.args
         step = int(row["step"])
@@ -182,14 +182,14 @@ class CallbackLoop:
 
     def _epoch_after(self, step: int) -> float:
         epoch, index = divmod(step - 1, self._steps_per_epoch)
-        microbatches: int = min((index + 1) * self._accumulated, self._microbatches)
+        microbatches: int = min((index + 1) * self._accumulation_steps, self._microbatches)
         return float(epoch + microbatches / self._microbatches)
 
 
 def silence(trainer: Any) -> None:
-    """Take a trainer's callbacks away, except the one that decides when it logs."""
-    kind: Any = CallbackHandler
-    trainer.callback_handler = kind([DefaultFlowCallback], None, None, None, None)
+    """Remove a trainer's callbacks, except the default one, which decides when the trainer logs."""
+    handler_class: Any = CallbackHandler
+    trainer.callback_handler = handler_class([DefaultFlowCallback], None, None, None, None)
 
 
 def early_stopping(trainer: Any) -> EarlyStoppingCallback | None:
@@ -206,15 +206,15 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
     Raises:
         DataError: A callback has such a method; the message names it.
     """
-    for kind, name in itertools.product(map(type, callbacks), _NEVER_CALLED):
-        if getattr(kind, name, None) is not getattr(TrainerCallback, name):
+    for callback_class, name in itertools.product(map(type, callbacks), _UNCALLED_METHODS):
+        if getattr(callback_class, name, None) is not getattr(TrainerCallback, name):
             raise DataError(
-                f"{kind.__name__}.{name} cannot be honored: gradients and parts of a step exist "
-                "only on the workers; use on_step_end, or a hook on the parameter"
+                f"{callback_class.__name__}.{name} cannot be honored: gradients and parts of a "
+                "step exist only on the workers; use on_step_end, or a hook on the parameter"
             )
 
 
-class _WatchedCallbacks(CallbackHandler):
+class _ObservingCallbacks(CallbackHandler):
     """Callbacks that may observe the run, but not change it."""
 
     def __init__(self, handler: Any) -> None:
@@ -229,35 +229,37 @@ class _WatchedCallbacks(CallbackHandler):
         for callback in self.callbacks:
             if type(callback) is EarlyStoppingCallback:
                 continue  # a key of the run spec
-            kind = type(callback).__name__
+            callback_name = type(callback).__name__
             old_flags = dict(vars(control))
-            model = _Unavailable(f"the model in {kind}.{event}", self.model, _VISIBLE)
+            model = _Unavailable(
+                f"the model in {callback_name}.{event}", self.model, _READABLE_ATTRIBUTES
+            )
             answer = getattr(callback, event)(
                 args, state, control,
                 model=self.model if event == "on_train_begin" else model,
                 processing_class=self.processing_class,
-                optimizer=_Unavailable(f"the optimizer in {kind}.{event}"),
-                lr_scheduler=_Unavailable(f"the scheduler in {kind}.{event}"),
+                optimizer=_Unavailable(f"the optimizer in {callback_name}.{event}"),
+                lr_scheduler=_Unavailable(f"the scheduler in {callback_name}.{event}"),
                 train_dataloader=self.train_dataloader,
                 eval_dataloader=self.eval_dataloader,
                 **keywords,
             )  # fmt: skip
             new_flags = answer if isinstance(answer, Mapping) else vars(answer or control)
             if not isinstance(callback, DefaultFlowCallback):
-                _refuse_steering(kind, state.global_step, old_flags, new_flags)
+                _refuse_steering(callback_name, state.global_step, old_flags, new_flags)
             if isinstance(answer, TrainerControl):
                 control = answer
         return control
 
 
 def _refuse_steering(
-    kind: str, step: int, old_flags: Mapping[str, Any], new_flags: Mapping[str, Any]
+    callback_name: str, step: int, old_flags: Mapping[str, Any], new_flags: Mapping[str, Any]
 ) -> None:
     for flag, remedy in _REMEDIES.items():
         if new_flags.get(flag) and not old_flags[flag]:
             raise DataError(
-                f"the callback {kind} cannot be honored: it set {flag} after step {step}, which "
-                f"would not be the same on every worker; {remedy}"
+                f"the callback {callback_name} cannot be honored: it set {flag} after step "
+                f"{step}, which would not be the same on every worker; {remedy}"
             )
 
 
@@ -266,7 +268,7 @@ class _UnavailableError(DataError, AttributeError):
 
 
 class _Unavailable:
-    """Stands for an object whose state belongs to the workers during the run.
+    """Takes the place of an object whose state is on the workers during the run.
 
     Args:
         name: The object's name in the error.

@@ -1,8 +1,8 @@
-"""The loss of a trainer as a sum over samples, or a microbatch's mean, with its divisor.
+"""The loss of a trainer as a sum over samples and its divisor, or as a microbatch's mean.
 
 A worker adds up gradients over samples and microbatches, so a mean must become a sum and a count.
-Models that receive the number of items in the batch divide a sum by that number: here they receive
-1. All other models return a mean over samples, or over the labels that are not -100.
+Models that receive the number of items in the batch divide a sum by that number: for a sum they
+receive 1. All other models return a mean over samples, or over the labels that are not -100.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class SummedLoss:
     def stock_loop_adds_means(self) -> bool:
         """Whether transformers' loop adds up the means of accumulated microbatches.
 
-        `Trainer.training_step` does not divide by the number of microbatches for any model that
-        takes keywords.
+        For a model that takes keywords, `Trainer.training_step` does not divide by the number of
+        microbatches, even if the model ignores the number of items.
         """
         trainer = self._trainer
         is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)

@@ -30,7 +30,7 @@ def fit_optimizer(trainer: Any, steps: int) -> dict[str, Any]:
     """Return the arguments `optimizer`, `scheduler` and `settings` of `fit` for a trainer.
 
     Args:
-        trainer: The trainer, with its model; `created_optimizer` restores its attributes.
+        trainer: The trainer, with its model; `preserving_optimizer` restores its attributes.
         steps: Steps of the run.
 
     Raises:
@@ -75,7 +75,7 @@ def fit_optimizer(trainer: Any, steps: int) -> dict[str, Any]:
 
 
 @contextmanager
-def created_optimizer(trainer: Any) -> Iterator[None]:
+def preserving_optimizer(trainer: Any) -> Iterator[None]:
     """Restore a trainer's original optimizer and scheduler at exit."""
     original = trainer.optimizer, trainer.lr_scheduler
     try:

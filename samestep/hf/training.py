@@ -39,7 +39,7 @@ from samestep.hf.arguments import (
 from samestep.hf.callbacks import CallbackLoop, check_callbacks, early_stopping, silence
 from samestep.hf.evaluation import check_evaluation, metrics_of
 from samestep.hf.losses import SAMPLES, SummedLoss
-from samestep.hf.optimizer import created_optimizer, fit_optimizer
+from samestep.hf.optimizer import fit_optimizer, preserving_optimizer
 from samestep.result import FitResult, read_history
 from samestep.served_device import served_device
 from worker.scripts.checks import check_data
@@ -55,16 +55,16 @@ _LOOP_METHODS: Final = (
     "set_initial_training_values", "get_total_train_batch_size", "num_examples", "call_model_init",
     "optimizer_step",
 )  # fmt: skip
-"""Methods of the training loop, which samestep does not call: a subclass may not change them."""
+"""Methods of the training loop, which samestep does not call: a subclass may not override them."""
 _EVALUATION_METHODS: Final = (
     "evaluate", "_evaluate", "evaluation_loop", "get_eval_dataloader", "_get_eval_sampler",
 )  # fmt: skip
-"""Methods of the evaluation loop: a subclass may not change them if the run evaluates.
+"""Methods of the evaluation loop: a subclass may not override them if the run evaluates.
 `trainer.evaluate()` calls them as usual."""
 
 _LOG: Final = logging.getLogger(__name__)
 _PROBED_SAMPLES: Final = 64
-"""Number of samples to search for one whose labels have loss."""
+"""Maximum number of batches to try, until one has a loss above 0."""
 _SUM_ADVICE: Final = (
     "in a Trainer, a sum divided by num_items_in_batch adds up, and so does a mean over samples; "
     'write Trainer(..., samestep={"unit": "microbatch"}) for any other, such as a mean weighted '
@@ -122,16 +122,18 @@ class SamestepMixin:
         _refuse_unsupported(trainer, other_arguments)
         check_data("train_dataset", trainer.train_dataset)
         _prepare_model(trainer)
-        with created_optimizer(trainer):
+        with preserving_optimizer(trainer):
             arguments = self._arguments_of_fit(resume_from_checkpoint)
         if served_device() is not None:
             silence(trainer)  # callbacks run in the process that the user started
         loop = CallbackLoop(trainer, _epoch_samples(trainer))
         device = _device_of(trainer.model)
-        with loop.watching(), _adding_embedding_noise(trainer):
+        with loop.observing(), _adding_embedding_noise(trainer):
             try:
                 on_log = _log_handler(loop, arguments)
-                self.fitted = fit(lambda: _task(trainer, self._unit), on_log=on_log, **arguments)
+                self.fitted = fit(
+                    lambda: _make_task(trainer, self._unit), on_log=on_log, **arguments
+                )
             except NotASum as error:
                 raise DataError(f"compute_loss: {error}; {_SUM_ADVICE}") from error
             metrics = loop.end(self.fitted)
@@ -211,7 +213,7 @@ def _checkpoint_settings(trainer: Any, steps_per_epoch: int, steps: int) -> dict
         raise DataError(
             "EarlyStoppingCallback cannot be honored without evaluations: write eval_strategy"
         )
-    best_keys = best_keys or best_metric(_LoadingBest(arguments))
+    best_keys = best_keys or best_metric(_BestModelArguments(arguments))
     stop_section = {
         "figure": best_keys["metric"],
         "better": best_keys["better"],
@@ -222,7 +224,7 @@ def _checkpoint_settings(trainer: Any, steps_per_epoch: int, steps: int) -> dict
     return {"checkpoint": checkpoint, "stop": stop_section}
 
 
-class _LoadingBest:
+class _BestModelArguments:
     """Training arguments, with `load_best_model_at_end` set."""
 
     load_best_model_at_end = True
@@ -301,8 +303,7 @@ def _check_fit_arguments(fit_arguments: object) -> dict[str, Any]:
     if not isinstance(fit_arguments, Mapping):
         raise DataError(
             f"samestep: expected arguments of fit by name, got {type(fit_arguments).__name__}: "
-            "write "
-            'samestep={"workers": 2}'
+            'write samestep={"workers": 2}'
         )
     for name in fit_arguments:
         if name not in known_names:
@@ -327,7 +328,7 @@ def _refuse_unsupported(trainer: Any, other_arguments: Mapping[str, Any]) -> Non
 
 
 def _refuse_custom_loop(trainer: Any) -> None:
-    """Refuse methods of the loop that a class, or the trainer itself, has changed."""
+    """Refuse methods of the loop that a subclass, or the trainer object, overrides."""
     evaluates = value_of(trainer.args.eval_strategy) != "no"
     evaluation_methods = (
         *_EVALUATION_METHODS,
@@ -414,7 +415,10 @@ def _held_out_columns(trainer: Any, data: Any) -> Any:
 
 
 def _sampler(trainer: Any) -> Any:
-    """Return the sampler of a class that overrides the trainer's, or that of `drop_last`."""
+    """Return the sampler of a class that overrides the trainer's; None for the default order.
+
+    With `dataloader_drop_last`, its samples fill whole batches.
+    """
     stock_method = getattr(transformers.Trainer, "_get_train_sampler")  # noqa: B009 -- private
     is_stock = getattr(type(trainer), "_get_train_sampler") is stock_method  # noqa: B009
     sampler = None if is_stock else trainer._get_train_sampler()  # noqa: SLF001
@@ -440,7 +444,7 @@ def _epoch_samples(trainer: Any) -> int:
     return len(trainer.train_dataset if sampler is None else sampler)
 
 
-def _task(trainer: Any, unit: Any = "sample") -> UserTask:
+def _make_task(trainer: Any, unit: Any = "sample") -> UserTask:
     trainer.model.train()  # every submodule, as the trainer's loop does before each step
     train = _model_columns(trainer, trainer.train_dataset)
     collate = trainer.data_collator

@@ -301,7 +301,7 @@ def test_early_interrupt_is_one_line_and_leaves_nothing(
     if begun_as == "a script":
         main.__file__ = __file__
     monkeypatch.setitem(sys.modules, "__main__", main)
-    monkeypatch.setattr(CoordinatorSubprocess, "listening", interrupt)
+    monkeypatch.setattr(CoordinatorSubprocess, "wait_until_listening", interrupt)
     with pytest.raises(BaseException) as error:  # noqa: PT011 -- which it is comes below
         samestep.fit(build, steps=1, batch=4, device="cpu")
     if begun_as == "a script":

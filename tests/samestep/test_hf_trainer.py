@@ -25,7 +25,7 @@ from protocol.exact.samples import SampleOrder
 from protocol.spec.sections.tasks import BatchSpec
 from samestep.hf.arguments import HARMLESS, HONORED, REFUSED, check_arguments
 from samestep.hf.callbacks import CallbackLoop
-from samestep.hf.training import _task
+from samestep.hf.training import _make_task
 from tests.cluster import Cluster
 
 CONFIG = LlamaConfig(
@@ -161,7 +161,7 @@ def test_log_equals_the_stock_trainer(tmp_path, samestep_trainer, schedule_optio
             output_dir=str(tmp_path), **{**SETTINGS, **schedule_options}
         )
         loop = CallbackLoop(samestep_trainer, len(TEXTS))
-        with loop.watching():
+        with loop.observing():
             for row in samestep_trainer.fitted.history:
                 loop.add_row(row)
             loop.end(samestep_trainer.fitted)
@@ -294,7 +294,7 @@ def test_mean_loss_is_multiplied_by_the_number_of_samples(tmp_path):
             "patches": torch.ones(6, 1), "labels": torch.tensor([float(i["n"]) for i in items]),
         },
     )  # fmt: skip
-    task: Any = _task(trainer)
+    task: Any = _make_task(trainer)
     batch = task.collate([task.train[1], task.train[3]])
     assert task.weight(batch) == 2.0
     mean = trainer.compute_loss(trainer.model, batch)

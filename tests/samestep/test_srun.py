@@ -173,7 +173,7 @@ class DrainableCoordinator:
 
 
 def test_task_0_does_not_wait_forever_for_a_failed_task(monkeypatch, tmp_path):
-    monkeypatch.setattr(srun, "_TASKS_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(srun, "_JOIN_TIMEOUT_S", 0.0)
     coordinator: Any = DrainableCoordinator(WorkersChanged(frozenset("ab"), has_started=False))
     with pytest.raises(Unreachable, match=r"expected all 3 tasks .* within 0 s, got 2: .*_EXPECT_"):
         fitting._handle_events(
@@ -183,15 +183,15 @@ def test_task_0_does_not_wait_forever_for_a_failed_task(monkeypatch, tmp_path):
 
 
 def test_only_usable_tasks_are_counted_until_training_starts():
-    members, deadline = _WorkerRoster(), TaskDeadline(2)
+    roster, deadline = _WorkerRoster(), TaskDeadline(2)
 
     def has_deadline_after(event, **fields):
-        change = members.note({"event": event, **fields})
+        change = roster.apply({"event": event, **fields})
         assert change is not None
         deadline.update(change.workers, has_started=change.has_started)
         return deadline.deadline_s is not None
 
-    assert members.note({"event": "said"}) is None
+    assert roster.apply({"event": "said"}) is None
     assert [
         has_deadline_after("worker_connected", worker="a"),
         has_deadline_after("worker_connected", worker="b"),

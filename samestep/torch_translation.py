@@ -1,7 +1,8 @@
 """Translate torch's optimizers to keys of a run spec's section `optimizer`.
 
 Classes are matched exactly, since a subclass may compute something else. Each function takes the
-settings of a group and returns the section without rates, and the settings without equivalent.
+settings of a group, and returns the section without rates and the list of settings that have no
+equivalent.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ Settings = Mapping[str, Any]
 Translation = tuple[dict[str, Any], list[str]]
 
 _UNSUPPORTED: Final = ("dampening", "maximize")
-"""Settings that have no equivalent here if they are turned on."""
+"""Settings that have no equivalent here unless they are off."""
 
 
 def rate_of(settings: Settings) -> float:
@@ -24,9 +25,11 @@ def rate_of(settings: Settings) -> float:
     return 1e-2 if settings["lr"] is None else float(settings["lr"])
 
 
-def translate_settings(kind: type, settings: Settings) -> Translation | None:
+def translate_settings(optimizer_class: type, settings: Settings) -> Translation | None:
     """Translate the settings of a group; None if the class has no exact equivalent."""
-    translate = KINDS.get(kind) or _BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
+    translate = TRANSLATIONS.get(optimizer_class) or _TRANSLATIONS_BY_NAME.get(
+        f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
+    )
     if translate is None:
         return None
     section, unsupported = translate(settings)
@@ -97,14 +100,14 @@ def _adafactor_of_transformers(settings: Settings) -> Translation:
 
 def _adagrad(settings: Settings) -> Translation:
     section = {"name": "adagrad", "eps": float(settings["eps"])}
-    return section, _list_enabled(settings, "lr_decay", "initial_accumulator_value")
+    return section, _enabled_settings(settings, "lr_decay", "initial_accumulator_value")
 
 
-def _list_enabled(settings: Settings, *names: str) -> list[str]:
+def _enabled_settings(settings: Settings, *names: str) -> list[str]:
     return [f"{name}={settings[name]!r}" for name in names if settings[name]]
 
 
-KINDS: Final[dict[type, Callable[[Settings], Translation]]] = {
+TRANSLATIONS: Final[dict[type, Callable[[Settings], Translation]]] = {
     torch.optim.SGD: _sgd,
     torch.optim.Adam: _adam,
     torch.optim.AdamW: partial(_adam, decoupled=True),
@@ -113,7 +116,7 @@ KINDS: Final[dict[type, Callable[[Settings], Translation]]] = {
     torch.optim.Adafactor: _adafactor,
 }
 """Classes that have an exact equivalent."""
-_BY_NAME: Final[dict[str, Callable[[Settings], Translation]]] = {
+_TRANSLATIONS_BY_NAME: Final[dict[str, Callable[[Settings], Translation]]] = {
     "transformers.optimization.Adafactor": _adafactor_of_transformers,
 }
 """Classes with an exact equivalent in packages that are imported only if a script uses them."""
