@@ -1,4 +1,4 @@
-"""What every backend must do, tested with one small model on each."""
+"""Requirements on every backend, tested with a small model on each."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def squared_error(module: nn.Module, arrays: Any) -> torch.Tensor:
 
 
 def blocks_of(module: nn.Module) -> tuple[Block, ...]:
-    """Make one block for each child that owns parameters."""
+    """Make one block for each module that owns parameters."""
     groups: dict[str, list[TensorSpec]] = {}
     for name, parameter in module.named_parameters():
         spec = TensorSpec(name=name, shape=tuple(parameter.shape))
@@ -85,36 +85,37 @@ def backend(request) -> str:
 
 @pytest.fixture(scope="module")
 def program(backend) -> Iterator[Program]:
-    """Compile a program that all tests share: a test must not change it."""
+    """Compile a program that all tests share, so no test may change its parameters."""
     compiled = choose(backend).backend.compile(make_trainable(), make_batch())
     yield compiled
     compiled.close()
 
 
-def run(program: Program, batch: Batch, seed: int) -> tuple[list[BlockGradient], Loss]:
+def compute(program: Program, batch: Batch, seed: int) -> tuple[list[BlockGradient], Loss]:
+    """Return the gradients and the loss of one microbatch."""
     *gradients, loss = program.gradients([(batch, seed)])
     assert isinstance(loss, Loss)
     assert all(isinstance(item, BlockGradient) for item in gradients)
     return gradients, loss  # type: ignore[return-value]
 
 
-def bits(gradients: list[BlockGradient]) -> list[bytes]:
+def values_bytes(gradients: list[BlockGradient]) -> list[bytes]:
     return [item.values.tobytes() for item in gradients]
 
 
-def test_blocks_come_once_in_reverse_order_then_the_loss(program):
+def test_each_block_arrives_once_in_reverse_order_then_the_loss(program):
     blocks = make_trainable().blocks
-    gradients, loss = run(program, make_batch(), 3)
+    gradients, loss = compute(program, make_batch(), 3)
     assert [item.block for item in gradients] == list(reversed(range(len(blocks))))
     assert [len(item.values) for item in gradients] == [b.elements for b in reversed(blocks)]
     assert loss.weight == 4.0
     assert np.isfinite(loss.loss_sum)
 
 
-def test_gradients_are_flat_finite_float32_arrays_of_the_receiver(program):
-    first, _ = run(program, make_batch(), 3)
-    first_bits = bits(first)
-    second, _ = run(program, make_batch(), 3)
+def test_gradients_are_flat_finite_float32_arrays_that_the_receiver_owns(program):
+    first, _ = compute(program, make_batch(), 3)
+    first_bits = values_bytes(first)
+    second, _ = compute(program, make_batch(), 3)
     for item in (*first, *second):
         assert item.values.dtype == np.float32
         assert item.values.ndim == 1
@@ -122,14 +123,14 @@ def test_gradients_are_flat_finite_float32_arrays_of_the_receiver(program):
         assert np.isfinite(item.values).all()
     for item in second:
         item.values.fill(7.0)
-    assert bits(first) == first_bits
-    assert bits(run(program, make_batch(), 3)[0]) == first_bits
+    assert values_bytes(first) == first_bits
+    assert values_bytes(compute(program, make_batch(), 3)[0]) == first_bits
 
 
 @pytest.mark.parametrize("leaves", [1, 3])
 def test_only_unreached_parameters_have_absent_gradients(program, backend, leaves):
     if backend == "scripted":
-        pytest.skip("reaches everything")
+        pytest.skip("a scripted gradient has no absent tensors")
     blocks = make_trainable().blocks
     subtree = [(make_batch(seed=seed), seed) for seed in range(leaves)]
     gradients = [item for item in program.gradients(subtree) if isinstance(item, BlockGradient)]
@@ -142,28 +143,30 @@ def test_only_unreached_parameters_have_absent_gradients(program, backend, leave
     assert unreached == {"unused.weight", "unused.bias"}
 
 
-def test_seed_decides_the_random_draws(program):
-    first, repeated, other = (bits(run(program, make_batch(), seed)[0]) for seed in (1, 1, 2))
+def test_only_the_seed_decides_the_random_draws(program):
+    first, repeated, other = (
+        values_bytes(compute(program, make_batch(), seed)[0]) for seed in (1, 1, 2)
+    )
     assert first == repeated
     assert first != other
 
 
 def test_next_microbatch_is_complete_after_an_early_close(program):
-    complete = bits(run(program, make_batch(), 5)[0])
+    complete = values_bytes(compute(program, make_batch(), 5)[0])
     for items in range(3):
         stream = program.gradients([(make_batch(seed=9), 8)])
         for _ in range(items):
             next(stream)
         stream.close()
         assert list(stream) == []
-        assert bits(run(program, make_batch(), 5)[0]) == complete
+        assert values_bytes(compute(program, make_batch(), 5)[0]) == complete
 
 
 def test_next_microbatch_is_complete_after_leaving_the_loop(program):
-    complete = bits(run(program, make_batch(), 5)[0])
+    complete = values_bytes(compute(program, make_batch(), 5)[0])
     for _ in program.gradients([(make_batch(seed=9), 8)]):
         break
-    assert bits(run(program, make_batch(), 5)[0]) == complete
+    assert values_bytes(compute(program, make_batch(), 5)[0]) == complete
 
 
 @pytest.mark.parametrize("leaves", [1, 2, 3, 7, 8])
@@ -175,13 +178,13 @@ def test_sums_of_a_subtree_follow_the_tree(program, leaves):
     sums: dict[int, bytes] = {}
     loss: Loss | None = None
     for leaf, batch in enumerate(batches):
-        gradients, single_loss = run(program, batch, leaf)
+        gradients, single_loss = compute(program, batch, leaf)
         loss = expected.add_loss(leaf, single_loss.loss_sum, single_loss.weight)
         for item in gradients:
             total = expected.add(leaf, item.block, item.values)
             if total is not None:
                 sums[item.block] = total.tobytes()
-    for _ in range(2):  # a subtree must not affect the next
+    for _ in range(2):  # the second subtree must not depend on the first
         items = list(program.gradients([(batch, leaf) for leaf, batch in enumerate(batches)]))
         additions = [BlockAdded(n) for n in reversed(range(len(blocks)))] * (leaves - 1)
         assert items[: len(additions)] == additions
@@ -206,41 +209,40 @@ def test_next_subtree_is_complete_after_an_abandoned_one(program):
     assert subtree_bits() == expected
 
 
-def test_fewer_samples_than_in_the_example_are_legal(program):
-    _, loss = run(program, make_batch(samples=1), 0)
+def test_a_batch_may_have_fewer_samples_than_the_example(program):
+    _, loss = compute(program, make_batch(samples=1), 0)
     assert loss.weight == 1.0
 
 
-def test_load_refuses_arrays_that_do_not_fit(program):
+def test_load_refuses_arrays_of_a_wrong_number_or_size(program):
     sizes = [block.elements for block in make_trainable().blocks]
     for bad_sizes in (sizes[:-1], [size + 1 for size in sizes]):
         with pytest.raises(SamestepError, match="expected blocks of"):
             program.load([np.zeros(size, np.float32) for size in bad_sizes])
 
 
-def test_evaluate_gives_sums(program):
+def test_evaluate_returns_finite_sums(program):
     sums = program.evaluate(make_batch())
     assert sums
     assert all(np.isfinite(value) for value in sums.values())
 
 
-def test_another_thread_may_close_while_the_device_computes(backend):
+def test_a_second_thread_may_close_the_stream_while_the_device_computes(backend):
     """A halt must not wait for the end of a forward pass."""
-    entered, release = threading.Event(), threading.Event()
+    entered, release, has_compiled = (threading.Event() for _ in range(3))
 
     class SlowModel(SmallModel):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if self.training and armed:
+            if self.training and has_compiled.is_set():
                 entered.set()
                 release.wait(30)
             return super().forward(x)
 
-    armed: list[bool] = []
     module = SlowModel()
     trainable = Trainable(blocks_of(module), module, squared_error)
     name = "scripted:60000" if backend == "scripted" else backend
     program = choose(name).backend.compile(trainable, make_batch())
-    armed.append(True)
+    has_compiled.set()
     stream = program.gradients([(make_batch(), 0)])
     assert isinstance(stream, SubtreeGradients)
     items: list[object] = []

@@ -1,4 +1,4 @@
-"""Checks of devices that are present but unusable: kernel files are fakes, torch is real."""
+"""Checks of devices, usable and unusable: kernel files are fakes, torch is real."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.57.02  Tue Jul 13 
 
 
 def has(backend: str) -> bool:
-    """Whether a device is usable. Conditions call this in a string, so not on import (see
-    `tests.fork_server`)."""
+    """Whether a device is usable. `skipif` conditions call this in a string, because torch must not
+    be imported before the fork (see `tests.fork_server`)."""
     return any(row.backend == backend and row.usable for row in devices())
 
 
 @pytest.fixture
 def machine(tmp_path):
-    """Make a machine with these display controllers, and perhaps an NVIDIA driver."""
+    """Return a function that makes the kernel files of a machine with these display controllers,
+    and with an NVIDIA driver unless `driver` is empty."""
 
     def make(*vendors: str, driver: str = "") -> KernelFiles:
         for number, vendor in enumerate(vendors):
@@ -54,7 +55,7 @@ def test_the_cpu_computes(machine):
 
 
 @pytest.mark.skipif("not has('vulkan')", reason="no Vulkan device here")
-def test_a_vulkan_device_computes_and_software_is_taken_by_name_only(machine):
+def test_a_vulkan_device_computes_and_software_is_used_by_name_only(machine):
     lines = finding_lines("vulkan", machine())
     assert lines
     assert all(line.startswith("ok       device: vulkan ") for line in lines)
@@ -62,19 +63,19 @@ def test_a_vulkan_device_computes_and_software_is_taken_by_name_only(machine):
     assert not any("llvmpipe" in line for line in finding_lines("auto", machine()))
 
 
-def test_a_device_that_computes_wrongly_or_not_at_all(machine, monkeypatch):
+def test_a_device_that_computes_wrongly_or_fails_is_reported(machine, monkeypatch):
     monkeypatch.setattr("backends.device_trial._squared_error", lambda m, a: m(a["x"]).sum())
     (finding,) = finding_lines("cpu", machine())
     assert finding.startswith("failure  device: cpu 0: ")
     assert "computes wrongly" in finding
 
-    def broken(*_):
+    def run_out_of_memory(*_):
         raise RuntimeError("out of\n memory")
 
-    monkeypatch.setattr("backends.device_trial._squared_error", broken)
-    (broken_line,) = finding_lines("cpu", machine())
-    assert broken_line.startswith("failure  device: cpu 0: ")
-    assert "cannot compute: out of memory" in broken_line
+    monkeypatch.setattr("backends.device_trial._squared_error", run_out_of_memory)
+    (failure_line,) = finding_lines("cpu", machine())
+    assert failure_line.startswith("failure  device: cpu 0: ")
+    assert "cannot compute: out of memory" in failure_line
 
 
 def test_cards_are_counted_by_vendor(machine):
@@ -110,21 +111,23 @@ class TestWithoutCuda:
     )
     def test_driver_that_is_too_old_gets_advice(self, machine, monkeypatch, cuda, loaded, oldest):
         monkeypatch.setattr(torch.version, "cuda", cuda)
-        line = self.about_cuda(machine, loaded)
+        line = self.cuda_warning(machine, loaded)
         assert f"NVIDIA's driver {loaded} is loaded, torch" in line
         assert f"needs {oldest} or later: install that from NVIDIA's repository" in line
 
     @pytest.mark.parametrize(
         ("cuda", "loaded"), [("13.0", "580.65.06"), ("12.8", "535.261.03"), ("99.0", "470.57.02")]
     )
-    def test_driver_that_torch_still_refuses(self, machine, monkeypatch, cuda, loaded):
+    def test_torch_error_is_reported_if_the_driver_is_new_enough(
+        self, machine, monkeypatch, cuda, loaded
+    ):
         monkeypatch.setattr(torch.version, "cuda", cuda)
-        line = self.about_cuda(machine, loaded)
+        line = self.cuda_warning(machine, loaded)
         assert f"NVIDIA's driver {loaded} is loaded; torch {torch.__version__} says: " in line
 
-    def test_driver_new_enough_for_the_missing_cuda_build(self, machine, monkeypatch):
+    def test_torch_without_cuda_gets_the_command_for_the_cuda_build(self, machine, monkeypatch):
         monkeypatch.setattr(torch.version, "cuda", None)
-        assert "TORCH=cuda bash deploy/environment.sh" in self.about_cuda(machine, "580.65.06")
+        assert "TORCH=cuda bash deploy/environment.sh" in self.cuda_warning(machine, "580.65.06")
 
     def test_version_of_the_open_kernel_module_is_read(self, machine):
         version_text = (
@@ -133,7 +136,7 @@ class TestWithoutCuda:
         assert machine(NVIDIA, driver=version_text).nvidia_driver() == "580.65.06"
 
     @staticmethod
-    def about_cuda(machine, loaded: str) -> str:
+    def cuda_warning(machine, loaded: str) -> str:
         lines = finding_lines("auto", machine(NVIDIA, driver=DRIVER.replace("470.57.02", loaded)))
         line = next(line for line in lines if "cuda" in line)
         assert line.startswith("warning  device: cuda: ")
@@ -156,7 +159,7 @@ class TestWithCuda:
         assert lines
         assert all(line.startswith("ok       device: cuda ") for line in lines)
 
-    def test_card_number_out_of_range(self):
+    def test_card_number_out_of_range_is_a_failure(self):
         line = finding_lines("cuda", KernelFiles(), 99)[-1]
         assert line.startswith("failure  device: there is no cuda device 99")
 
@@ -171,7 +174,7 @@ def test_device_files_without_permission_are_listed():
         node.touch(0o660)
         machine = KernelFiles(dev=Path(folder))
         assert machine.inaccessible_files() == []
-        # Root may open every file, so the test looks as another user.
+        # Root may open every file, so a child process checks as another user.
         child = os.fork()
         if child == 0:
             try:

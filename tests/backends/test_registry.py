@@ -1,4 +1,4 @@
-"""Which backend is chosen, and why other backends are not."""
+"""The choice of a backend, and the reasons for skipping others."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def usable(kind: str) -> DeviceInfo:
 
 
 def build_arguments(choice: BackendChoice) -> object:
-    """Return the arguments that the replaced `_build_backend` received."""
+    """Return the arguments that the fake `_build_backend` of `machine` received."""
     return choice.backend
 
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Let a test decide which kinds of device are usable."""
+    """Return a function that makes only these kinds of device usable."""
 
     def set_up(*kinds: str) -> None:
         rows = {kind: (usable if kind in kinds else unusable)(kind) for kind in AUTO_ORDER}
@@ -48,7 +48,9 @@ def machine(monkeypatch):
         (("cpu",), "cpu", ["cuda", "xpu", "vulkan"]),
     ],
 )
-def test_auto_takes_the_first_usable_kind_and_says_why(machine, kinds, expected_kind, passed_over):
+def test_auto_takes_the_first_usable_kind_and_reports_the_reason(
+    machine, kinds, expected_kind, passed_over
+):
     machine(*kinds)
     choice = registry.choose("auto")
     assert build_arguments(choice) == (expected_kind, 0)
@@ -77,18 +79,18 @@ def test_an_index_past_the_last_cuda_device_is_not_usable(machine):
 
 
 @pytest.mark.parametrize(
-    ("kinds", "expected"),
+    ("kinds", "device"),
     [(("cpu",), 0), (("cpu",), "radeon"), (("cuda", "vulkan", "cpu"), 1), (("vulkan", "cpu"), 1)],
 )
-def test_missing_requested_device_is_never_replaced(machine, kinds, expected):
+def test_missing_requested_device_is_never_replaced(machine, kinds, device):
     machine(*kinds)
-    message = f"device {expected} was asked for, and is not there: "
+    message = f"device {device} was asked for, and is not there: "
     with pytest.raises(BackendUnavailable, match=message) as error:
-        registry.choose("auto", expected)
+        registry.choose("auto", device)
     assert error.value.exit_code == ExitCode.UNREACHABLE
     assert "\n" not in str(error.value)
-    for kind in ("cpu", "scripted"):  # a number distinguishes workers
-        registry.choose(kind, expected)
+    for kind in ("cpu", "scripted"):  # of which there is one, so any device is accepted
+        registry.choose(kind, device)
     if "cuda" in kinds:
         assert build_arguments(registry.choose("auto", 0)) == ("cuda", 0)
 
@@ -108,15 +110,15 @@ def set_vulkan_devices(monkeypatch: pytest.MonkeyPatch, cards: list[DeviceInfo])
 
 
 @pytest.mark.parametrize(
-    ("expected", "index"), [(0, 0), (1, 1), (2, 2), ("arc", 1), ("LLVMPIPE", 2), ("r", 0)]
+    ("device", "index"), [(0, 0), (1, 1), (2, 2), ("arc", 1), ("LLVMPIPE", 2), ("r", 0)]
 )
-def test_a_card_is_chosen_by_number_or_part_of_its_name(machine, monkeypatch, expected, index):
+def test_a_card_is_chosen_by_number_or_part_of_its_name(machine, monkeypatch, device, index):
     machine()
     set_vulkan_devices(monkeypatch, CARDS)
-    assert build_arguments(registry.choose("vulkan", expected)) == ("vulkan", index)
+    assert build_arguments(registry.choose("vulkan", device)) == ("vulkan", index)
 
 
-def test_a_part_of_several_names_takes_the_first_and_reports_it(machine, monkeypatch):
+def test_a_part_of_several_names_takes_the_first_card_and_reports_the_choice(machine, monkeypatch):
     machine()
     set_vulkan_devices(monkeypatch, CARDS)
     reason = registry.choose("vulkan", "a").reason
@@ -126,17 +128,17 @@ def test_a_part_of_several_names_takes_the_first_and_reports_it(machine, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("expected", "reason"),
+    ("device", "reason"),
     [(3, "there is no device 3; this machine has 3"), ("geforce", "'geforce'.*'AMD Radeon RX")],
 )
-def test_missing_card_is_refused(machine, monkeypatch, expected, reason):
+def test_missing_card_is_refused(machine, monkeypatch, device, reason):
     machine()
     set_vulkan_devices(monkeypatch, CARDS)
     with pytest.raises(BackendUnavailable, match=reason):
-        registry.choose("vulkan", expected)
+        registry.choose("vulkan", device)
 
 
-def test_auto_takes_a_card_but_no_software(machine, monkeypatch):
+def test_auto_takes_a_card_but_no_software_device(machine, monkeypatch):
     machine("cpu")
     set_vulkan_devices(monkeypatch, CARDS)
     assert build_arguments(registry.choose("auto")) == ("vulkan", 0)
@@ -188,7 +190,7 @@ def test_devices_lists_the_cpu_of_this_machine():
     assert row.name
 
 
-def test_nothing_imports_torch_before_it_is_needed():
+def test_the_scripted_backend_does_not_import_torch():
     program = (
         "import sys; from backends.registry import choose; choose('scripted:5');"
         "assert 'torch' not in sys.modules"

@@ -1,4 +1,4 @@
-"""Tests of benchmarks at their smallest size: they measure, but no amount is checked."""
+"""Tests of benchmarks at their smallest size: that they measure, not how fast anything is."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from benchmarks.timeline import StepTimes, Timeline, intervals_us, step_times
 
 @pytest.mark.slow
 @pytest.mark.parametrize("turns", [pytest.param(1, marks=pytest.mark.release), 2])
-def test_sync_measures_every_round_of_both_sides(turns):
+def test_sync_measures_every_round_of_samestep_and_gloo(turns):
     case = sync.Case(workers=2, blocks=2, block_bytes=4096, quiet_ms=200)
     measurement = sync.measure(case, rounds=2, turns=turns)
     assert len(measurement.averaged_ms) + measurement.uneven_rounds == 2 * turns
     assert len(measurement.committed_ms) == len(measurement.averaged_ms)
     assert len(measurement.gloo_ms) == 2 * turns
-    for averaged, committed_ms in zip(
+    for averaged_ms, committed_ms in zip(
         measurement.averaged_ms, measurement.committed_ms, strict=True
     ):
-        assert 0 < averaged <= committed_ms
+        assert 0 < averaged_ms <= committed_ms
     assert all(ms > 0 for ms in measurement.gloo_ms)
     lines = sync.rows(case, measurement)
     assert [line[0].partition(": ")[0] for line in lines] == ["0.0 MB over 2"] * 3
@@ -49,59 +49,58 @@ def test_sync_measures_every_round_of_both_sides(turns):
 @pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not() or "hosts can be made")
 def test_shaped_measures_both_topologies_and_counts_bytes():
     row = shaped.Row((1000, 100), (0, 0, 1), sync.Case(3, 2, 4096, 200))
+    # Two blocks of 4,096 bytes, over a link of 100 Mbit/s, which is 1e5 bits per millisecond.
     assert row.star_limit_ms() == pytest.approx(8192 * 8 / 1e5)
-    turns = shaped.measure(row, ["star", "sharded"], rounds=2, turns=1)
-    for side in turns.values():
-        assert len(side.ms) <= 2
-        assert all(ms > 0 for ms in side.ms)
-        assert min(side.out_mb, side.in_mb) >= 8192 / 1e6  # at least one payload each way
-    assert [line[0] for line in shaped.table_rows("x", row, turns)] == [
+    measurements = shaped.measure(row, ["star", "sharded"], rounds=2, turns=1)
+    for measurement in measurements.values():
+        assert len(measurement.ms) <= 2
+        assert all(ms > 0 for ms in measurement.ms)
+        # The gradients of one worker pass the link at least once in each direction.
+        assert min(measurement.out_mb, measurement.in_mb) >= 8192 / 1e6
+    assert [line[0] for line in shaped.table_rows("x", row, measurements)] == [
         "x, 0.0 MB: gloo", "x, 0.0 MB: star", "x, 0.0 MB: sharded",
     ]  # fmt: skip
 
 
 def test_reconnect_measures_short_and_long_logs():
-    measurement = [reconnect.measure(logged_steps, rounds=2) for logged_steps in (6, 12)]
-    assert all(
-        ms > 0
-        for measurement_of_log in measurement
-        for ms in (*measurement_of_log.reconnect_ms, measurement_of_log.open_ms)
-    )
-    assert [line[0] for line in reconnect.rows(measurement)] == [
+    measurements = [reconnect.measure(logged_steps, rounds=2) for logged_steps in (6, 12)]
+    for measurement in measurements:
+        assert all(ms > 0 for ms in (*measurement.reconnect_ms, measurement.open_ms))
+    assert [line[0] for line in reconnect.rows(measurements)] == [
         "6 logged steps",
         "12 logged steps",
     ]
 
 
 @pytest.mark.slow
-def test_overlap_measures_both_sides():
+def test_overlap_measures_samestep_and_ddp():
     case = overlap.Case(workers=2, blocks=2, block_bytes=4096, block_ms=2)
-    exposed = overlap.measure(case, rounds=2, turns=1)
-    assert [*exposed][:2] == ["ours", "DDP, default buckets"]
-    assert len(exposed) == 1 + len(overlap.BUCKETS_MB)
-    for side_ms in exposed.values():
-        assert len(side_ms) == 2
-        # no step is faster than its computation
-        assert all(ms + case.compute_ms > 0 for ms in side_ms)
-    assert len(overlap.rows(case, exposed)) == len(exposed)
+    exposed_ms = overlap.measure(case, rounds=2, turns=1)
+    assert [*exposed_ms][:2] == ["ours", "DDP, default buckets"]
+    assert len(exposed_ms) == 1 + len(overlap.BUCKETS_MB)
+    for round_ms in exposed_ms.values():
+        assert len(round_ms) == 2
+        # Exposed time is a step's time minus its computing time, so it may be negative.
+        assert all(ms + case.compute_ms > 0 for ms in round_ms)
+    assert len(overlap.rows(case, exposed_ms)) == len(exposed_ms)
 
 
 @pytest.mark.slow
 def test_uneven_measures_samestep_and_equal_shares():
     speeds_ms = (5.0, 10.0)
-    for measurement in (
+    for rate in (
         uneven.measure(speeds_ms, 3, steps=2),
         uneven.measure_equal_shares(speeds_ms, steps=2),
         *uneven.measure_alone(speeds_ms, 3, steps=2),
     ):
-        assert math.isfinite(measurement.median)
-        assert 0 < measurement.median <= measurement.fastest
+        assert math.isfinite(rate.median)
+        assert 0 < rate.median <= rate.fastest
     row = uneven.row("both", uneven.Rate(240.0, 250.0), alone_sum=250.0, nominal_sum=300.0)
     assert row == ["both", "240.00", "250.00", "96.0 %", "80.0 %"]
 
 
 @pytest.mark.slow
-def test_recovery_measures_every_kind_of_kill():
+def test_recovery_measures_killed_coordinators_and_killed_or_stopped_workers():
     case = recovery.Case(blocks=2, block_bytes=4096, microbatch_ms=5)
     measurement = recovery.measure(case, kills=1)
     (restart,) = measurement.coordinator
@@ -111,7 +110,7 @@ def test_recovery_measures_every_kind_of_kill():
 
 
 @pytest.mark.slow
-def test_durability_measures_both_modes_and_none():
+def test_durability_measures_both_log_modes_and_a_run_without_storage():
     job = durability.full_training(steps=6, block_bytes=4096, microbatch_ms=5)
     measurement = durability.measure(job, turns=2)
     assert list(measurement) == ["off", "full", "checkpoint"]
@@ -129,18 +128,19 @@ def test_durability_measures_both_modes_and_none():
 
 @pytest.mark.slow
 def test_hostile_measures_turns_without_and_with_the_attack():
-    baseline, attacked, connections = hostile.measure(turns=1, seconds=2, connections=50)
-    for side in (baseline, attacked):
-        assert len(side.joins_ms) == 2 * hostile.JOINS_A_SECOND
-        assert min(side.joins_ms) > 0
-        assert min(side.steps_ms) > 0
-        assert side.processor_s > 0
-        assert side.row("name")[0] == "name"
+    seconds = 2
+    baseline, attacked, connections = hostile.measure(turns=1, seconds=seconds, connections=50)
+    for measurement in (baseline, attacked):
+        assert len(measurement.joins_ms) == seconds * hostile.JOINS_A_SECOND
+        assert min(measurement.joins_ms) > 0
+        assert min(measurement.steps_ms) > 0
+        assert measurement.processor_s > 0
+        assert measurement.row("name")[0] == "name"
     assert connections.total() > 50
 
 
 @pytest.mark.parametrize(
-    ("join_ms", "step_ms", "memory_mib", "missed_goals"),
+    ("join_ms", "step_ms", "memory_mib", "missed_limits"),
     [
         (250.0, 105.0, 24, []),
         (251.0, 105.0, 24, ["p99 of joins 251, at most 250 ms"]),
@@ -149,21 +149,21 @@ def test_hostile_measures_turns_without_and_with_the_attack():
         (math.nan, 1.0, 25, ["p99 of joins nan, at most 250 ms", "memory 25, at most 24 MiB"]),
     ],
 )
-def test_hostile_names_exceeded_limits(join_ms, step_ms, memory_mib, missed_goals):
+def test_hostile_names_missed_limits(join_ms, step_ms, memory_mib, missed_limits):
     baseline = hostile.Measurement(joins_ms=[900.0] * 9, steps_ms=[100.0], memory_bytes=[99 << 20])
     attacked = hostile.Measurement([join_ms] * 9, [step_ms], [1 << 20, memory_mib << 20])
-    assert hostile.missed_limits(baseline, attacked) == missed_goals
+    assert hostile.missed_limits(baseline, attacked) == missed_limits
 
 
 @pytest.mark.parametrize("name", ["sync", "uneven", "overlap", "recovery", "durability", "hostile"])
-def test_each_benchmark_describes_itself(name, monkeypatch, capsys):
+def test_each_benchmark_prints_its_options(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit, match="0"):
         importlib.import_module(f"benchmarks.{name}").main()
     assert "--rounds" in capsys.readouterr().out
 
 
-def test_steps_of_one_run_are_read_from_the_traces_of_all_workers():
+def test_step_times_combine_the_traces_of_all_workers_within_an_interval():
     def event(name, at_us, **details):
         return {"name": name, "ts": at_us, "args": details}
 
@@ -193,7 +193,7 @@ def test_steps_of_one_run_are_read_from_the_traces_of_all_workers():
 def test_page_measures_steps_with_and_without_tabs():
     without_tabs, with_tabs = page.measure(1, steps=2, tabs=2)
     assert all(ms > 0 for measurement in (without_tabs, with_tabs) for ms in measurement.steps_ms)
-    assert with_tabs.row("beside")[0] == "beside"
+    assert with_tabs.row("name")[0] == "name"
 
 
 def test_replicas_are_compared_on_the_same_number_of_tokens():
@@ -201,17 +201,17 @@ def test_replicas_are_compared_on_the_same_number_of_tokens():
         for case in replicas.cases(total):
             settings = dict(setting.split("=", 1) for setting in case.settings(total))
             steps, samples = int(settings["steps"]), int(settings["batch.samples"])
-            inner_steps = case.inner_steps or 1
-            samples_taken = (
-                steps * inner_steps * samples * (case.replicas if case.inner_steps else 1)
-            )
-            rounded_total = total - total % inner_steps
-            assert samples_taken == rounded_total * case.replicas * 12
-    assert len(replicas.cases(2000)) == 35
+            if case.inner_steps:  # `batch.samples` is the batch of one replica
+                computed_samples = steps * case.inner_steps * samples * case.replicas
+            else:
+                computed_samples = steps * samples
+            rounded_total = total - total % (case.inner_steps or 1)
+            assert computed_samples == rounded_total * case.replicas * replicas._BATCH
+    assert len(replicas.cases(2000)) == 35, "every case has two rounds in 2,000 inner steps"
     assert "K=2 H=30 carry float32" in {case.name for case in replicas.cases(60)}
 
 
-def test_replicas_are_shown_as_a_table_and_a_plot(tmp_path, capsys, monkeypatch):
+def test_replicas_are_trained_once_and_shown_as_a_table_and_a_plot(tmp_path, capsys, monkeypatch):
     def train(case, total, directory):
         del directory
         return {"curve": [[0, 5.0], [total, 4.0 + case.inner_steps / 100]], "tokens": total}
@@ -228,14 +228,14 @@ def test_replicas_are_shown_as_a_table_and_a_plot(tmp_path, capsys, monkeypatch)
 
 @pytest.mark.slow
 @pytest.mark.release
-def test_diloco_has_the_same_state_after_a_kill(tmp_path):
+def test_diloco_with_a_killed_worker_has_the_digest_of_an_undisturbed_run(tmp_path):
     case = diloco.Case(blocks=2, block_elements=64, inner_steps=20, inner_ms=80, rounds=3)
     baseline, with_kill = (
         diloco.run_samestep(case, kill=kill, directory=tmp_path / str(kill))
         for kill in (False, True)
     )
     assert with_kill.digest == baseline.digest
-    assert with_kill.round_ms > baseline.round_ms  # two machines have three replicas
+    assert with_kill.round_ms > baseline.round_ms  # two workers compute three replicas
     (row,) = diloco.rows(case, {"samestep": (baseline, with_kill)})
     assert row[-2:] == ["3 of 3", "the same"]
 
@@ -244,20 +244,21 @@ def test_diloco_has_the_same_state_after_a_kill(tmp_path):
 @pytest.mark.release
 def test_replicas_send_a_fraction_of_the_synchronous_traffic(capsys):
     replicas.measure_traffic(share=1000, rounds=2)
-    shares = dict(re.findall(r"^(.*) 1/(\d+)$", capsys.readouterr().out, re.MULTILINE))
-    float32_share, int8_share = (
-        int(shares[f"H=500 {c} up, {c} down"]) for c in ("float32", "int8")
+    divisors = dict(re.findall(r"^(.*) 1/(\d+)$", capsys.readouterr().out, re.MULTILINE))
+    float32_divisor, int8_divisor = (
+        int(divisors[f"H=500 {codec} up, {codec} down"]) for codec in ("float32", "int8")
     )
-    assert 400 < float32_share < int8_share
+    assert 400 < float32_divisor < int8_divisor
 
 
 @pytest.mark.slow
 @pytest.mark.release
-def test_full_llama_measures_both_sides_and_their_memory():
+def test_full_llama_measures_samestep_and_ddp_and_their_memory():
     small = {"vocab_size": 2048, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
              "num_attention_heads": 2, "num_key_value_heads": 2}  # fmt: skip
     measurement = full_llama.measure(2, 1, {**full_llama.CONFIG, **small})
     assert len(measurement.ours_ms) == len(measurement.ddp_ms) > 0
+    # Every process imports torch or numpy, which takes more than 10 MB.
     assert (
         min(measurement.coordinator_bytes, measurement.worker_bytes, measurement.rank_bytes) > 1e7
     )

@@ -1,5 +1,4 @@
-"""Tests of `benchmarks.cards` on a machine without cards: it runs to its end and reports skipped
-parts."""
+"""Tests of `benchmarks.cards` without cards: skipped, failed and stopped parts, and the report."""
 
 from __future__ import annotations
 
@@ -18,40 +17,40 @@ def test_without_a_card_every_part_is_skipped_with_its_reason(monkeypatch, tmp_p
     monkeypatch.setattr(cards, "find_devices", lambda: NO_CARDS)
     monkeypatch.setattr(sys, "argv", ["cards", "--report", str(tmp_path / "cards.md")])
     cards.main()
-    report = (tmp_path / "cards.md").read_text()
-    assert "| eager suite | skipped: torch has no card here |  | 0 |" in report
-    assert "| Vulkan suite | skipped: no card with Vulkan: no Vulkan loader |  | 0 |" in report
-    assert report.count("| skipped: ") == len(cards.PARTS)
+    report_text = (tmp_path / "cards.md").read_text()
+    assert "| eager suite | skipped: torch has no card here |  | 0 |" in report_text
+    assert "| Vulkan suite | skipped: no card with Vulkan: no Vulkan loader |  | 0 |" in report_text
+    assert report_text.count("| skipped: ") == len(cards.PARTS)
     assert "Vulkan suite: skipped" in capsys.readouterr().out
 
 
-def test_part_is_stopped_at_its_time_limit_and_keeps_its_output():
+def test_report_contains_the_result_and_output_of_each_part():
     endless = "import time; print('begun', flush=True); time.sleep(600)"
     parts = [
         Part("good", ("-c", "print(6 * 7)"), ("cuda",), 60),
         Part("bad", ("-c", "raise SystemExit(3)"), ("vulkan",), 60),
         Part("endless", ("-c", endless), (), 1),
     ]
-    passed_part, failed_part, stopped_part = run_parts_in_order(parts, TORCH_AND_VULKAN, 60)
-    assert (passed_part.result, passed_part.output) == ("passed", "42")
-    assert failed_part.result == "failed: exit code 3"
-    assert stopped_part.result == "failed: not done within 1 s"
-    late_outcomes = [*run_parts_in_order(parts, TORCH_AND_VULKAN, 0)]
+    passed, failed, stopped = run_parts_in_order(parts, TORCH_AND_VULKAN, 60)
+    assert (passed.result, passed.output) == ("passed", "42")
+    assert failed.result == "failed: exit code 3"
+    assert stopped.result == "failed: not done within 1 s"
+    outcomes_without_time = [*run_parts_in_order(parts, TORCH_AND_VULKAN, 0)]
     assert all(
         outcome.result.startswith("skipped: no time is left; run it with --only")
-        for outcome in late_outcomes
+        for outcome in outcomes_without_time
     )
-    assert "```\n42\n```" in report(TORCH_AND_VULKAN, [passed_part, failed_part, stopped_part])
+    assert "```\n42\n```" in report(TORCH_AND_VULKAN, [passed, failed, stopped])
 
 
 @pytest.mark.parametrize("part", cards.PARTS, ids=lambda part: part.name)
-def test_files_of_part_exist(part):
+def test_test_files_of_each_part_exist(part):
     files = [argument for argument in part.arguments if argument.startswith("tests/")]
     assert all((cards.ROOT / file).exists() for file in files)
 
 
-def test_driver_crash_ends_only_the_probing_process(monkeypatch):
-    monkeypatch.setattr(sys, "executable", "false")
+def test_crash_in_the_search_for_cards_is_the_reason_against_every_card(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "false")  # a command that fails, as a driver may
     devices = cards.find_devices()
     assert devices.reason_against(["card"]) == "the search for cards ended with exit code 1: "
     assert devices.reason_against(["vulkan"]).startswith(

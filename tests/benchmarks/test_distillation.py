@@ -1,4 +1,4 @@
-"""Tests of the benchmarks of capture, evaluation duty and distillation; no amount is checked."""
+"""Tests of the benchmarks of capture, evaluation duty and distillation, at their smallest size."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def test_capture_and_reading_are_timed(tmp_path):
     data = {"train": str(text), "pattern": "*.md", "max_tokens": 32}
     measurement = capture.capture({**TEACHER, "data": data}, tmp_path)
     assert len(measurement.step_ms) >= 2
-    assert measurement.tokens == 4 * 16 * 32
-    assert 8 * 4 + 8 < measurement.token_bytes < 8 * 4 + 8 + 8
+    assert measurement.tokens == 4 * 16 * 32, "steps x samples x tokens"
+    logits_bytes = 8 * (2 + 2) + 2 * 4  # number and float16 logit of each, two log-sum-exps
+    # Besides, the token's number and mask, and its part of the sample's number and length.
+    assert logits_bytes < measurement.token_bytes < logits_bytes + 8
     reading = capture.time_reading(STUDENT, capture.logits_in(tmp_path))
     assert 0 < reading.share < 1
 
 
-def test_finished_runs_are_not_repeated(tmp_path, monkeypatch):
-    """A repeated call resumes the begun run, keeps finished results and starts only the missing
-    run."""
+def test_train_students_resumes_a_begun_run_and_skips_a_finished_run(tmp_path, monkeypatch):
     commands: list[list[str]] = []
 
     def fake_run(command: list[str], **_: Any) -> Any:
@@ -54,7 +54,7 @@ def test_finished_runs_are_not_repeated(tmp_path, monkeypatch):
         out = Path(command[command.index("--out") + 1])
         out.mkdir(parents=True)
         (out / "result.json").write_text(json.dumps({"eval": {}, "out": out.name}))
-        return type("Ended", (), {"returncode": 0})
+        return type("Completed", (), {"returncode": 0})
 
     monkeypatch.setattr(subprocess, "run", fake_run)
     spec = tmp_path / "student.yaml"

@@ -1,4 +1,4 @@
-"""Tests of the benchmarks of overhead, startup and scaling; no amount of time is checked."""
+"""Tests of the benchmarks of overhead, startup and scaling, at their smallest size."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_scaling_measures_every_number_of_workers(turns):
     assert all(seconds > 0 for step_times_s in measurement.values() for seconds in step_times_s)
 
 
-def test_efficiency_is_throughput_over_n_times_one():
+def test_efficiency_is_the_throughput_over_n_times_that_of_one_worker():
     case = scaling.scripted_case(workers=(1, 2), microbatches=8)
     first, second = scaling.rows(case, {1: [2.0, 1.6, 4.0], 2: [1.0, 1.25, 1.6]})
     assert first == ["scripted, 50 ms: 1 worker", "3", "4.0", "5.0", "1.000", "1.000"]
@@ -79,7 +79,7 @@ def test_step_time_is_split_into_compute_update_and_rest():
         return {"name": name, "ts": at_us, "dur": duration_us, "args": {"step": step}}
 
     timeline = Timeline((
-        span("subtree [0, 2)", 0.0, 500.0, 0),  # of an earlier run
+        span("subtree [0, 2)", 0.0, 500.0, 0),  # before the interval: of an earlier run
         span("subtree [0, 2)", 1000.0, 3000.0, 0),
         span("apply step", 5000.0, 100.0, 1),
         span("subtree [0, 1)", 6000.0, 1000.0, 1),
@@ -92,7 +92,7 @@ def test_step_time_is_split_into_compute_update_and_rest():
     assert step.rest_ms == pytest.approx(1.4)
 
 
-def test_startup_times_are_read_from_the_log_of_the_coordinator():
+def test_startup_times_are_read_from_the_coordinators_log():
     log = "\n".join(
         f'{{"event": "{event}", "timestamp": "2026-01-02T03:04:{second:09.6f}Z"}}'
         for event, second in [
@@ -105,7 +105,7 @@ def test_startup_times_are_read_from_the_log_of_the_coordinator():
 
 
 @pytest.mark.parametrize("name", ["sms-spam", "digits"])
-def test_short_jobs_are_valid_and_have_a_tiny_evaluation(name):
+def test_short_jobs_are_valid_and_hold_out_at_most_one_sample(name):
     spec = parse_run_spec(short_job(name, 3))
     assert spec.steps == 3
     assert spec.evaluate_every == 0
@@ -113,7 +113,7 @@ def test_short_jobs_are_valid_and_have_a_tiny_evaluation(name):
 
 
 @pytest.mark.parametrize("name", ["overhead", "scaling"])
-def test_each_benchmark_describes_itself(name, monkeypatch, capsys):
+def test_each_benchmark_prints_its_options(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit, match="0"):
         importlib.import_module(f"benchmarks.{name}").main()

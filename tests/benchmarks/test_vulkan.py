@@ -1,4 +1,4 @@
-"""Tests of the Vulkan benchmark at its smallest size; no amount of time is checked."""
+"""Tests of the Vulkan benchmark at its smallest size: no duration is checked."""
 
 import sys
 
@@ -22,13 +22,11 @@ def backend():
     vulkan.device.close()
 
 
-def test_sides_alternate_and_the_first_round_is_dropped():
+def test_functions_are_timed_alternately_and_the_first_round_is_dropped():
     order = []
-    side_times = turns.measure_alternately(
-        [lambda: order.append("a"), lambda: order.append("b")], 2
-    )
+    times = turns.measure_alternately([lambda: order.append("a"), lambda: order.append("b")], 2)
     assert order == ["a", "b"] * 3
-    assert [len(side.wall_s) for side in side_times] == [2, 2]
+    assert [len(function_times.wall_s) for function_times in times] == [2, 2]
     assert turns.ratios([2.0, 6.0, 1.0], [1.0, 2.0, 1.0]) == "2.00 (1.00-3.00)"
 
 
@@ -43,7 +41,7 @@ def test_matrix_product_is_timed_and_correct(backend):
 
 
 @pytest.mark.slow
-def test_decoder_computes_the_same_on_both_sides(backend):
+def test_decoder_has_the_same_results_in_torch_and_on_vulkan(backend):
     decoder = vulkan_steps.Decoder(64, 2, 8, "LoRA")
     row = vulkan_steps.decoder_row(backend, torch_side("cpu"), decoder, 1, 2)
     by_column = dict(zip(vulkan._STEP_HEADER, row, strict=True))
@@ -56,11 +54,11 @@ def test_decoder_computes_the_same_on_both_sides(backend):
 @pytest.mark.slow
 def test_subtree_sum_on_the_device_is_read_back_once(backend):
     row = vulkan_steps.sums_row(backend, "causal-lm", 1, 2)
-    device, host = map(int, row[-2:])
-    assert host == vulkan_steps.SUBTREE_LEAVES * device
+    device_readbacks, host_readbacks = map(int, row[-2:])
+    assert host_readbacks == vulkan_steps.SUBTREE_LEAVES * device_readbacks
 
 
-def test_reference_device_of_torch_is_chosen():
+def test_torch_reference_uses_a_cuda_device_if_there_is_one():
     has_cuda = torch.cuda.is_available()
     assert torch_side("auto").device.type == ("cuda" if has_cuda else "cpu")
     assert torch_side("cpu").shares_cpu
@@ -70,7 +68,7 @@ def test_reference_device_of_torch_is_chosen():
             torch_side("cuda")
 
 
-def test_peak_of_a_card_in_tflops():
+def test_peak_tflops_follow_from_processors_architecture_and_clock():
     assert peak_tflops(132, (9, 0), 1_980_000) == pytest.approx(66.9, rel=1e-3)  # H100 SXM
     assert peak_tflops(108, (8, 0), 1_410_000) == pytest.approx(19.5, rel=1e-3)  # A100
     assert peak_tflops(82, (8, 6), 1_695_000) == pytest.approx(35.6, rel=1e-3)  # RTX 3090

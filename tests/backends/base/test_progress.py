@@ -1,4 +1,4 @@
-"""Progress of a preparation reaches the listener of the same thread, about once a second."""
+"""Progress of preparing a model reaches the listener of the same thread, once a second at most."""
 
 import time
 from itertools import count
@@ -9,7 +9,7 @@ from backends.base import progress
 
 
 def test_progress_reports_bytes_and_remaining_time(monkeypatch):
-    seconds = count(0.0, 0.5)
+    seconds = count(0.0, 0.5)  # each reading of the clock is half a second later
     monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
     lines: list[str] = []
     with progress.report_to(lines.append):
@@ -28,7 +28,7 @@ def test_progress_without_a_listener_is_ignored():
     progress.Meter("read", 1).add(1)
 
 
-def test_failure_ends_progress():
+def test_an_error_ends_the_progress():
     lines: list[str] = []
     with pytest.raises(ValueError, match="invalid literal"), progress.report_to(lines.append):
         progress.report(str(int("no number")))

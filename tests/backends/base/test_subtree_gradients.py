@@ -44,7 +44,9 @@ subtrees = st.builds(lambda size: Subtree(0, size), st.integers(1, 70))
 @pytest.mark.parametrize(
     ("precision", "rounding"), [("float32", no_rounding), ("bfloat16", round_to_bfloat16)]
 )
-def test_sums_equal_those_along_the_tree_bit_for_bit(precision, rounding, subtree, blocks, seed):
+def test_sums_have_the_bits_of_a_recursive_sum_along_the_tree(
+    precision, rounding, subtree, blocks, seed
+):
     rng = np.random.default_rng(seed)
     scale = np.float32(10) ** rng.integers(-6, 6, size=(subtree.leaves, blocks, 1)).astype(
         np.float32
@@ -54,10 +56,10 @@ def test_sums_equal_those_along_the_tree_bit_for_bit(precision, rounding, subtre
     for leaf in range(subtree.lo, subtree.hi):
         is_last = leaf == subtree.hi - 1
         for block in reversed(range(blocks)):
-            passed_values = own_values = values[leaf - subtree.lo, block].copy()
-            if seed >> leaf % 32 & 1:
-                own_values.flags.writeable = False
-                passed_values = (own_values[:2], own_values[2:2], own_values[2:])
+            gradient = passed_values = values[leaf - subtree.lo, block].copy()
+            if seed >> leaf % 32 & 1:  # a random half of the leaves: read-only, in three parts
+                gradient.flags.writeable = False
+                passed_values = (gradient[:2], gradient[2:2], gradient[2:])
             total = sums.add(leaf, block, passed_values)
             assert (total is not None) == is_last, (
                 "a sum is final once the last leaf's block is added"
@@ -86,7 +88,7 @@ def test_losses_and_weights_follow_the_tree_in_float64(subtree, seed):
 
 
 @given(st.integers(1, 300))
-def test_subtree_sum_holds_few_arrays(leaves):
+def test_pending_sums_grow_with_the_logarithm_of_the_leaves(leaves):
     sums = HostSums(leaves, 1)
     for leaf in range(leaves):
         sums.add(leaf, 0, np.ones(1, np.float32))
@@ -94,7 +96,7 @@ def test_subtree_sum_holds_few_arrays(leaves):
 
 
 def test_running_sum_has_other_bits_than_the_tree():
-    """Shows that comparing bits with the tree is not vacuous."""
+    """Otherwise a comparison of bits could not detect a wrong order of additions."""
     rng = np.random.default_rng(0)
     values = rng.standard_normal((13, 1000)).astype(np.float32)
     running_sum = np.zeros(1000, np.float32)

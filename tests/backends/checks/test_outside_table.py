@@ -1,4 +1,4 @@
-"""Index errors of torch's functions name the input at fault, as on the Vulkan backend."""
+"""Index errors of torch's functions name the input that has the wrong index."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ ARRAYS = {"x": torch.tensor([[0, 1], [4, 5]]), "y": LABELS, "z": torch.tensor([9
 
 
 def error_of(function: Callable[[], object]) -> str | None:
+    """Return the text of the index error and the row at fault; None for any other error."""
     try:
         function()
     except (IndexError, RuntimeError, ValueError) as error:

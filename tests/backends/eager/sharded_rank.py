@@ -1,7 +1,8 @@
-"""One of two ranks: gradients of LoRA with a sharded base, and of the same base on one device.
+"""One of two ranks that train LoRA with a sharded base, and compare with the base on one device.
 
-`python -m tests.backends.eager.sharded_rank RANK PORT` writes a JSON object: by case, whether the
-bits are the same, the bytes of the base on this rank, and the bytes of the whole base.
+`python -m tests.backends.eager.sharded_rank RANK PORT` writes a JSON object. It has a list for each
+case: whether the bits are the same, the bytes of frozen weights on this rank, and on all ranks. For
+each unsupported base it has the error message.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from backends.eager.eager import EagerBackend
 from backends.eager.sharded import ShardedBackend
 from backends.losses import vocabulary_loss
 from protocol.base.errors import SamestepError
-from tests.backends.losses.test_vocabulary_loss import adapted
+from tests.backends.losses.test_vocabulary_loss import add_lora
 from tests.small_heads import TOKEN_LOSS, llama, model_of, texts
 from worker.models.blocks import cut_into_blocks
 
@@ -31,18 +32,26 @@ CASES: dict[str, dict[str, Any]] = {
     "bfloat16, computed in bfloat16": {"base_dtype": "bfloat16", "precision": "bfloat16"},
     "bfloat16, computed in float16": {"base_dtype": "bfloat16", "precision": "float16"},
     "float16": {"base_dtype": "float16"},
-    "checkpointed": {"base_dtype": "bfloat16", "precision": "bfloat16", "checkpointed": True},
+    "gradient checkpointing": {
+        "base_dtype": "bfloat16",
+        "precision": "bfloat16",
+        "checkpointed": True,
+    },
     "tied": {"base_dtype": "bfloat16", "tied": True},
-    "a loss in parts": {"base_dtype": "bfloat16", "precision": "bfloat16", "at_once": 10},
-    "LoRA of the head": {"base_dtype": "bfloat16", "targets": ("q_proj", "lm_head"), "at_once": 10},
+    "loss in parts": {"base_dtype": "bfloat16", "precision": "bfloat16", "chunk_tokens": 10},
+    "LoRA of the head": {
+        "base_dtype": "bfloat16",
+        "targets": ("q_proj", "lm_head"),
+        "chunk_tokens": 10,
+    },
 }
 
 
-def trainable_of(case: dict[str, Any]) -> Trainable:
+def make_trainable(case: dict[str, Any]) -> Trainable:
     model = llama(tie_word_embeddings=case.get("tied", False), mlp_bias=True)
     if case.get("checkpointed"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    module = adapted(model, targets=case.get("targets", ("q_proj", "down_proj")))
+    module = add_lora(model, targets=case.get("targets", ("q_proj", "down_proj")))
     dtypes = {key: case[key] for key in ("base_dtype", "precision") if key in case}
     return Trainable(
         cut_into_blocks(module),
@@ -53,10 +62,10 @@ def trainable_of(case: dict[str, Any]) -> Trainable:
     )
 
 
-def results_of(backend: Any, case: dict[str, Any]) -> tuple[list[Any], Trainable]:
+def compute_results(backend: Any, case: dict[str, Any]) -> tuple[list[Any], Trainable]:
     """Return evaluations and gradients: of a subtree of two microbatches, then of one
     microbatch."""
-    trainable = trainable_of(case)
+    trainable = make_trainable(case)
     program = backend.compile(trainable, texts())
     results: list[Any] = []
     for leaves in ([(texts(), 1), (texts(90), 2)], [(texts(), 3)]):
@@ -79,16 +88,18 @@ def frozen_bytes(module: Any) -> tuple[int, int]:
 
 
 def compare_cases() -> Iterator[tuple[str, Any]]:
+    """Yield each case and its list of results; see the module's docstring."""
     backend = ShardedBackend("cpu", 0)
     for name, case in CASES.items():
-        at_once = case.get("at_once", 1 << 20)
-        with mock.patch.object(vocabulary_loss, "tokens_per_part", return_value=at_once):
-            expected, _ = results_of(EagerBackend("cpu"), case)
-            results, trainable = results_of(backend, case)
+        chunk_tokens = case.get("chunk_tokens", 1 << 20)
+        with mock.patch.object(vocabulary_loss, "tokens_per_part", return_value=chunk_tokens):
+            expected, _ = compute_results(EagerBackend("cpu"), case)
+            results, trainable = compute_results(backend, case)
         yield name, [results == expected, *frozen_bytes(trainable.module)]
 
 
-def refusals() -> Iterator[tuple[str, str]]:
+def refuse_unsupported_bases() -> Iterator[tuple[str, str]]:
+    """Yield the name of each unsupported base and the error message."""
     import transformers
 
     experts = transformers.Qwen3MoeConfig(
@@ -98,7 +109,7 @@ def refusals() -> Iterator[tuple[str, str]]:
     for name, model, base_dtype in (
         ("int4", llama(), "int4"), ("experts", model_of(experts), "bfloat16"),
     ):  # fmt: skip
-        module = adapted(model)
+        module = add_lora(model)
         trainable = Trainable(cut_into_blocks(module), module, TOKEN_LOSS, base_dtype=base_dtype)  # type: ignore[arg-type]
         try:
             ShardedBackend("cpu", 0).compile(trainable, texts())
@@ -111,5 +122,5 @@ if __name__ == "__main__":
     dist.init_process_group(
         "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
-    sys.stdout.write(json.dumps({**dict(compare_cases()), **dict(refusals())}))
+    sys.stdout.write(json.dumps({**dict(compare_cases()), **dict(refuse_unsupported_bases())}))
     dist.destroy_process_group()

@@ -1,5 +1,4 @@
-"""A loss that couples all samples of a step: microbatch by microbatch equals torch over the whole
-step."""
+"""A loss that couples all samples of a step: the results do not depend on the microbatches."""
 
 from contextlib import nullcontext
 
@@ -56,54 +55,58 @@ def losses(module, fields):
     return cross_entropy(scores, torch.arange(len(scores)), reduction="none")
 
 
-def trainable(loss=losses):
+def make_trainable(loss=losses):
     module = Towers()
     blocks = cut_into_blocks(module)
     return Trainable(blocks, module, coupled=CoupledLoss(embed, loss, LAYOUT))
 
 
-def samples(lo=0, hi=SAMPLES):
+def make_batch(lo=0, hi=SAMPLES):
     rng = np.random.default_rng(5)
     x, y = rng.standard_normal((2, SAMPLES, 6)).astype(np.float32)
     label = (np.arange(SAMPLES) // 2).astype(np.int64)
     return Batch({"x": x[lo:hi], "y": y[lo:hi], "label": label[lo:hi]}, float(hi - lo))
 
 
-def without_dropout(module):
+def disable_dropout(module):
     module.encoder[2].p = 0.0
 
 
-def compiled(task, batch) -> EagerProgram:
+def compile_program(task, batch) -> EagerProgram:
     program = EagerBackend("cpu").compile(task, batch)
     assert isinstance(program, EagerProgram)
     return program
 
 
-def in_two_phases(microbatch):
-    """Return losses, and the gradient of each block, over a step in microbatches of this size."""
-    task = trainable()
-    program = compiled(task, samples(0, microbatch))
-    without_dropout(task.module)
-    starts = range(0, SAMPLES, microbatch)
-    batches = [samples(lo, lo + microbatch) for lo in starts]
-    rows = np.concatenate([*program.embed([(each, leaf) for leaf, each in enumerate(batches)])])
-    step = CoupledStep(program, STEP_ID, rows.reshape(-1), [microbatch] * len(batches), 0)
-    root = Subtree(0, len(batches))
+def compute_step(microbatch_samples):
+    """Compute a step in microbatches of this size: embeddings, then gradients.
+
+    Returns:
+        The task, the step's loss, and the gradient of each block.
+    """
+    task = make_trainable()
+    program = compile_program(task, make_batch(0, microbatch_samples))
+    disable_dropout(task.module)
+    starts = range(0, SAMPLES, microbatch_samples)
+    batches = [make_batch(lo, lo + microbatch_samples) for lo in starts]
     leaves = [(batch, leaf) for leaf, batch in enumerate(batches)]
+    rows = np.concatenate([*program.embed(leaves)])
+    step = CoupledStep(program, STEP_ID, rows.reshape(-1), [microbatch_samples] * len(batches), 0)
+    root = Subtree(0, len(batches))
     items = program.gradients(step.leaves(root, leaves))
-    sums = {each.block: each.values for each in items if isinstance(each, BlockGradient)}
+    sums = {item.block: item.values for item in items if isinstance(item, BlockGradient)}
     assert step.unlike_microbatches(root, program.take_embedded()) == ()
     loss = step.loss(root, float(SAMPLES))
     program.close()
     return task, loss, sums
 
 
-@pytest.mark.parametrize("microbatch", [1, 4, 32])
-def test_loss_and_gradients_are_those_of_torch_over_the_whole_step(microbatch):
-    task, loss, sums = in_two_phases(microbatch)
+@pytest.mark.parametrize("microbatch_samples", [1, 4, 32])
+def test_loss_and_gradients_equal_those_of_torch_over_the_whole_step(microbatch_samples):
+    task, loss, sums = compute_step(microbatch_samples)
     module = Towers()
-    without_dropout(module)
-    arrays = {name: torch.tensor(values) for name, values in samples().arrays.items()}
+    disable_dropout(module)
+    arrays = {name: torch.tensor(values) for name, values in make_batch().arrays.items()}
     expected = losses(module, embed(module, arrays)).sum()
     expected.backward()
     assert loss.loss_sum == pytest.approx(expected.item(), rel=1e-6)
@@ -116,13 +119,13 @@ def test_loss_and_gradients_are_those_of_torch_over_the_whole_step(microbatch):
             assert np.allclose(sums[number][part], flat, rtol=1e-5, atol=1e-6), tensor.name
 
 
-def test_second_phase_repeats_the_draws_of_the_first():
-    task = trainable()
-    program = compiled(task, samples(0, 8))
-    batches = [samples(lo, lo + 8) for lo in range(0, SAMPLES, 8)]
+def test_gradient_phase_repeats_the_draws_of_the_embedding_phase():
+    task = make_trainable()
+    program = compile_program(task, make_batch(0, 8))
+    batches = [make_batch(lo, lo + 8) for lo in range(0, SAMPLES, 8)]
     rows = [*program.embed([(batch, 7 + leaf) for leaf, batch in enumerate(batches)])]
-    (drawn_anew,) = program.embed([(batches[0], 99)])
-    assert rows[0].tobytes() != drawn_anew.tobytes(), "dropout draws by seed"
+    (rows_of_other_seed,) = program.embed([(batches[0], 99)])
+    assert rows[0].tobytes() != rows_of_other_seed.tobytes(), "the seed decides dropout"
     step = CoupledStep(program, STEP_ID, np.concatenate(rows).reshape(-1), [8] * 4, 0)
     for leaf in (2, 0):
         part = Subtree(leaf, leaf + 1)
@@ -136,21 +139,21 @@ def test_second_phase_repeats_the_draws_of_the_first():
 def test_stateful_loss_is_detected():
     calls: list[int] = []
 
-    def counting(module, fields):
+    def multiply_by_calls(module, fields):
         calls.append(1)
         return losses(module, fields) * len(calls)
 
-    for loss, has_memory in ((losses, False), (counting, True)):
-        program = compiled(trainable(loss), samples(0, 8))
-        rows = next(program.embed([(samples(), 1)])).reshape(-1)
+    for loss, is_stateful in ((losses, False), (multiply_by_calls, True)):
+        program = compile_program(make_trainable(loss), make_batch(0, 8))
+        rows = next(program.embed([(make_batch(), 1)])).reshape(-1)
         step = CoupledStep(program, STEP_ID, rows, [8] * 4, 0)
-        with pytest.raises(DataError, match="second time") if has_memory else nullcontext():
+        with pytest.raises(DataError, match="second time") if is_stateful else nullcontext():
             step.check()
         program.close()
 
 
 @pytest.mark.parametrize(
-    ("loss", "text"),
+    ("loss", "message"),
     [
         (lambda m, f: losses(m, f).mean(), r"one loss for each of the 32 samples.*shape \(\)"),
         (lambda *_: 1.0, "got float"),
@@ -158,10 +161,10 @@ def test_stateful_loss_is_detected():
         (lambda _, f: f["absent"], "batch_loss raised KeyError"),
     ],
 )
-def test_loss_must_return_one_value_per_sample(loss, text):
-    program = compiled(trainable(loss), samples(0, 8))
-    (rows,) = program.embed([(samples(), 1)])
-    with pytest.raises(DataError, match=text):
+def test_loss_must_return_a_differentiable_value_for_each_sample(loss, message):
+    program = compile_program(make_trainable(loss), make_batch(0, 8))
+    (rows,) = program.embed([(make_batch(), 1)])
+    with pytest.raises(DataError, match=message):
         program.step_loss(rows, 1)
     program.close()
 
@@ -171,13 +174,13 @@ def test_embeddings_that_mix_samples_are_refused():
         fields = embed(module, arrays)
         return fields | {"query": fields["query"] - fields["query"].mean(dim=0)}
 
-    task = trainable()
+    task = make_trainable()
     task = Trainable(task.blocks, task.module, coupled=CoupledLoss(mixed, losses, LAYOUT))
     with pytest.raises(SamestepError, match=r"add|sum"):
-        compiled(task, samples(0, 8))
+        compile_program(task, make_batch(0, 8))
 
 
-def test_rows_join_and_split_fields():
+def test_splitting_joined_rows_restores_the_fields():
     fields = {
         "query": np.arange(8, dtype=np.float32).reshape(2, 4),
         "passage": -np.ones((2, 4), np.float32),

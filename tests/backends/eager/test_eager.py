@@ -67,7 +67,7 @@ def evaluate(module: nn.Module, arrays: Mapping[str, Any]) -> dict[str, float]:
     return {"loss": float(loss_sum(module, arrays))}
 
 
-def trainable(module: nn.Module, **changes: Any) -> Trainable:
+def make_trainable(module: nn.Module, **changes: Any) -> Trainable:
     groups: dict[str, list[TensorSpec]] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
@@ -83,39 +83,39 @@ def batch(samples: int = SAMPLES, seed: int = 0) -> Batch:
     return Batch({"x": x, "y": y}, float(samples))
 
 
-def compiled(job: Trainable, example: Batch | None = None) -> Program:
-    return EagerBackend(BACKEND).compile(job, example or batch())
+def compile_program(trainable: Trainable, example: Batch | None = None) -> Program:
+    return EagerBackend(BACKEND).compile(trainable, example or batch())
 
 
-def by_block(program: Program, of: Batch, seed: int = 0) -> dict[int, Array]:
-    items = program.gradients([(of, seed)])
+def block_gradients(program: Program, microbatch: Batch, seed: int = 0) -> dict[int, Array]:
+    items = program.gradients([(microbatch, seed)])
     return {item.block: item.values for item in items if isinstance(item, BlockGradient)}
 
 
-def plain_torch(module: nn.Module, job: Trainable, of: Batch) -> dict[int, Array]:
+def torch_gradients(module: nn.Module, trainable: Trainable, microbatch: Batch) -> dict[int, Array]:
     module.zero_grad()
-    loss_sum(module, {name: torch.tensor(a) for name, a in of.arrays.items()}).backward()
+    loss_sum(module, {name: torch.tensor(a) for name, a in microbatch.arrays.items()}).backward()
     parameters = dict(module.named_parameters())
-    by_number = {}
-    for number, block in enumerate(job.blocks):
+    gradients = {}
+    for number, block in enumerate(trainable.blocks):
         parts = []
         for spec in block.tensors:
             gradient = parameters[spec.name].grad
             zeros = torch.zeros(spec.shape)
             parts.append((zeros if gradient is None else gradient).reshape(-1).numpy())
-        by_number[number] = np.concatenate(parts).copy()
+        gradients[number] = np.concatenate(parts).copy()
     module.zero_grad()
-    return by_number
+    return gradients
 
 
-@pytest.mark.parametrize("kind", [Net, NetWithTiedWeights])
-def test_gradients_are_those_of_plain_torch(kind):
+@pytest.mark.parametrize("net", [Net, NetWithTiedWeights])
+def test_gradients_equal_those_of_plain_torch(net):
     torch.manual_seed(0)
-    module = kind()
-    job = trainable(module)
-    expected = plain_torch(module, job, batch())
-    program = compiled(job)
-    actual = by_block(program, batch())
+    module = net()
+    trainable = make_trainable(module)
+    expected = torch_gradients(module, trainable, batch())
+    program = compile_program(trainable)
+    actual = block_gradients(program, batch())
     program.close()
     assert actual.keys() == expected.keys()
     for number, values in expected.items():
@@ -124,34 +124,34 @@ def test_gradients_are_those_of_plain_torch(kind):
 
 
 @pytest.mark.skipif(BACKEND != "cpu", reason="a card has its own copy of the weights")
-@pytest.mark.parametrize("kind", [Net, NetWithTiedWeights])
-def test_shared_weights_use_the_arrays_and_keep_the_bits(kind):
+@pytest.mark.parametrize("net", [Net, NetWithTiedWeights])
+def test_module_computes_with_shared_arrays_and_unchanged_bits(net):
     torch.manual_seed(0)
-    module = kind()
-    job = trainable(module)
-    parameters = [aligned_zeros(block.elements) for block in job.blocks]
+    module = net()
+    trainable = make_trainable(module)
+    parameters = [aligned_zeros(block.elements) for block in trainable.blocks]
     names = dict(module.named_parameters())
-    for block, values in zip(job.blocks, parameters, strict=True):
+    for block, values in zip(trainable.blocks, parameters, strict=True):
         for tensor, elements in block.slices():
             values[elements] = names[tensor.name].detach().numpy().reshape(-1)
-    program = compiled(job)
+    program = compile_program(trainable)
     assert isinstance(program, ComputesInPlace)
-    before = by_block(program, batch())
+    before = block_gradients(program, batch())
     program.share(parameters)
-    after = by_block(program, batch())
+    after = block_gradients(program, batch())
     assert {n: x.tobytes() for n, x in after.items()} == {n: x.tobytes() for n, x in before.items()}
     shared = [
         names[tensor.name].data_ptr() == values[elements].ctypes.data
-        for block, values in zip(job.blocks, parameters, strict=True)
+        for block, values in zip(trainable.blocks, parameters, strict=True)
         for tensor, elements in block.slices()
     ]
-    assert shared[0], "the first tensor begins where its block does"
-    assert not all(shared), "one of 25 values ends where the next would not be aligned"
+    assert shared[0], "the first tensor of a block is aligned"
+    assert not all(shared), "the bias after a weight of 25 elements is not aligned, so it is copied"
     for values in parameters:
         np.multiply(values, np.float32(0.5), out=values)
     program.load(parameters)
     halves = {n: x.detach().numpy().copy() for n, x in names.items()}
-    for block, values in zip(job.blocks, parameters, strict=True):
+    for block, values in zip(trainable.blocks, parameters, strict=True):
         for tensor, elements in block.slices():
             assert halves[tensor.name].reshape(-1).tobytes() == values[elements].tobytes()
     program.close()
@@ -159,14 +159,14 @@ def test_shared_weights_use_the_arrays_and_keep_the_bits(kind):
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
 def test_next_microbatch_uses_changed_shared_arrays(precision):
-    """This holds also if torch keeps a low-precision copy of weights during computation."""
+    """Also in low precision, for which torch converts the weights."""
     torch.manual_seed(0)
     first, second = Net(), Net()
-    job, other = (
-        trainable(module, precision=precision, evaluate=evaluate) for module in (first, second)
+    trainable, other_trainable = (
+        make_trainable(module, precision=precision, evaluate=evaluate) for module in (first, second)
     )
-    shared = [aligned_zeros(block.elements) for block in job.blocks]
-    sharing, copying = compiled(job), compiled(other)
+    shared = [aligned_zeros(block.elements) for block in trainable.blocks]
+    sharing, copying = compile_program(trainable), compile_program(other_trainable)
     assert isinstance(sharing, ComputesInPlace)
     sharing.load(shared)
     sharing.share(shared)
@@ -178,7 +178,7 @@ def test_next_microbatch_uses_changed_shared_arrays(precision):
         copying.load([values.copy() for values in shared])
         for program in (sharing, copying):
             program.loss_scale = 512.0 if precision == "float16" else 1.0
-        actual, expected = by_block(sharing, batch()), by_block(copying, batch())
+        actual, expected = block_gradients(sharing, batch()), block_gradients(copying, batch())
         assert [actual[n].tobytes() for n in actual] == [expected[n].tobytes() for n in actual]
         assert sharing.evaluate(batch()) == copying.evaluate(batch())
     sharing.close()
@@ -186,14 +186,14 @@ def test_next_microbatch_uses_changed_shared_arrays(precision):
 
 
 class NetThatClampsWeights(Net):
-    """A model whose forward clamps its own weights."""
+    """A model whose forward clamps a weight, if `is_clamping`."""
 
     def __init__(self, *, from_start: bool, through_data: bool) -> None:
         super().__init__()
-        self.changes, self._through_data = from_start, through_data
+        self.is_clamping, self._through_data = from_start, through_data
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.changes:
+        if self.is_clamping:
             weight = self.middle.weight
             with torch.no_grad():
                 (weight.data if self._through_data else weight).clamp_(-0.01, 0.01)
@@ -203,16 +203,18 @@ class NetThatClampsWeights(Net):
 @pytest.mark.parametrize("through_data", [False, True])
 def test_model_that_changes_its_weights_is_refused(through_data):
     with pytest.raises(SamestepError, match=r"'middle\.weight'.* is changed by the model's own"):
-        compiled(trainable(NetThatClampsWeights(from_start=True, through_data=through_data)))
+        compile_program(
+            make_trainable(NetThatClampsWeights(from_start=True, through_data=through_data))
+        )
 
 
-def test_model_that_starts_changing_its_weights_is_stopped():
+def test_model_that_changes_its_weights_only_later_is_refused_then():
     module = NetThatClampsWeights(from_start=False, through_data=False)
-    program = compiled(trainable(module, evaluate=evaluate))
-    by_block(program, batch())
-    module.changes = True
+    program = compile_program(make_trainable(module, evaluate=evaluate))
+    block_gradients(program, batch())
+    module.is_clamping = True
     with pytest.raises(SamestepError, match="is changed by the model's own code"):
-        by_block(program, batch())
+        block_gradients(program, batch())
     with pytest.raises(SamestepError, match="is changed by the model's own code"):
         program.evaluate(batch())
     program.close()
@@ -220,11 +222,11 @@ def test_model_that_starts_changing_its_weights_is_stopped():
 
 def test_gradients_are_sums_over_samples_not_means():
     torch.manual_seed(0)
-    program = compiled(trainable(Net()))
-    batch_gradients = by_block(program, batch())
+    program = compile_program(make_trainable(Net()))
+    batch_gradients = block_gradients(program, batch())
     arrays = batch().arrays
     singles = [
-        by_block(program, Batch({n: a[i : i + 1] for n, a in arrays.items()}, 1.0))
+        block_gradients(program, Batch({n: a[i : i + 1] for n, a in arrays.items()}, 1.0))
         for i in range(SAMPLES)
     ]
     program.close()
@@ -234,10 +236,10 @@ def test_gradients_are_sums_over_samples_not_means():
 
 
 class _Gate(torch.autograd.Function):
-    """Blocks backward until the receiver has the last block."""
+    """Suspends backward before the first layer, until the receiver has all other blocks."""
 
     opened = threading.Event()
-    waited_in_vain = False
+    has_timed_out = False
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -247,18 +249,18 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         del ctx
-        _Gate.waited_in_vain = not _Gate.opened.wait(20)
+        _Gate.has_timed_out = not _Gate.opened.wait(20)
         return gradient
 
 
-@pytest.mark.parametrize("unused_at_the_end", [False, True])
-def test_last_block_is_delivered_before_backward_reaches_the_first(unused_at_the_end):
-    """Checked by the order of events: backward of the first layer waits for the receiver."""
+@pytest.mark.parametrize("has_unused_pooler", [False, True])
+def test_later_blocks_are_delivered_before_backward_reaches_the_first(has_unused_pooler):
+    """Backward of the first layer waits until the receiver has block 1."""
 
     class Gated(Net):
         def __init__(self) -> None:
             super().__init__()
-            if unused_at_the_end:
+            if has_unused_pooler:
                 self.pooler = nn.Linear(2, 2)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -266,8 +268,8 @@ def test_last_block_is_delivered_before_backward_reaches_the_first(unused_at_the
             y: torch.Tensor = self.last(torch.tanh(self.middle(x)))
             return y
 
-    _Gate.opened.set()  # the model check of a real card runs backward as well
-    program = compiled(trainable(Gated()))
+    _Gate.opened.set()  # on a card, compile also runs backward
+    program = compile_program(make_trainable(Gated()))
     _Gate.opened.clear()
     order = []
     for item in program.gradients([(batch(), 0)]):
@@ -275,13 +277,13 @@ def test_last_block_is_delivered_before_backward_reaches_the_first(unused_at_the
         if isinstance(item, BlockGradient) and item.block == 1:
             _Gate.opened.set()
     program.close()
-    assert order == [*range(4 if unused_at_the_end else 3, -1, -1), "loss"]
-    assert not _Gate.waited_in_vain
+    assert order == [*range(4 if has_unused_pooler else 3, -1, -1), "loss"]
+    assert not _Gate.has_timed_out
 
 
 def test_read_only_parameters_are_loaded_without_a_warning(recwarn):
-    program = compiled(trainable(Net()))
-    parameters = [np.zeros(size, np.float32) for size in (30, 30, 6, 30)]
+    program = compile_program(make_trainable(Net()))
+    parameters = [np.zeros(block.elements, np.float32) for block in NET_BLOCKS]
     for values in parameters:
         values.flags.writeable = False
     torch.set_warn_always(True)
@@ -293,10 +295,9 @@ def test_read_only_parameters_are_loaded_without_a_warning(recwarn):
     assert not recwarn.list
 
 
-def test_load_takes_effect_and_copies():
-    program = compiled(trainable(Net()))
-    sizes = [30, 30, 6, 30]
-    zeros = [np.zeros(size, np.float32) for size in sizes]
+def test_load_copies_the_parameters():
+    program = compile_program(make_trainable(Net()))
+    zeros = [np.zeros(block.elements, np.float32) for block in NET_BLOCKS]
     program.load(zeros)
     for values in zeros:
         values.fill(9.0)
@@ -307,30 +308,30 @@ def test_load_takes_effect_and_copies():
     program.close()
 
 
-def test_evaluation_has_no_dropout_and_training_keeps_it():
-    program = compiled(trainable(Net(dropout=0.5), evaluate=evaluate))
+def test_dropout_is_used_in_training_but_not_in_evaluation():
+    program = compile_program(make_trainable(Net(dropout=0.5), evaluate=evaluate))
     first = program.evaluate(batch())
-    one, other = by_block(program, batch(), 1), by_block(program, batch(), 2)
+    gradients, other_gradients = (block_gradients(program, batch(), seed) for seed in (1, 2))
     assert program.evaluate(batch()) == first
-    assert any(one[number].tobytes() != other[number].tobytes() for number in one)
+    assert any(gradients[n].tobytes() != other_gradients[n].tobytes() for n in gradients)
     program.close()
 
 
-def test_a_microbatch_without_samples_counts_as_zeros():
-    program = compiled(trainable(Net()))
+def test_microbatch_without_samples_has_zero_gradients_and_loss():
+    program = compile_program(make_trainable(Net()))
     *gradients, loss = program.gradients([(batch(samples=0), 0)])
     program.close()
     assert all(not item.values.any() for item in gradients if isinstance(item, BlockGradient))
     assert loss == Loss(0.0, 0.0)
 
 
-def test_a_loss_without_graph_counts_as_zeros():
-    def nothing(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
+def test_loss_without_graph_still_yields_every_block():
+    def loss_or_constant(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
         if arrays["x"].sum() == 0:
             return torch.zeros(())
         return loss_sum(module, arrays)
 
-    program = compiled(trainable(Net(), loss=nothing))
+    program = compile_program(make_trainable(Net(), loss=loss_or_constant))
     *gradients, loss = program.gradients([(Batch({"x": np.zeros((1, WIDTH), np.float32)}, 0.0), 0)])
     program.close()
     assert [item.block for item in gradients if isinstance(item, BlockGradient)] == [3, 2, 1, 0]
@@ -338,7 +339,8 @@ def test_a_loss_without_graph_counts_as_zeros():
 
 
 class Positions(nn.Module):
-    """Autograd gives `first` and `added` one gradient buffer, because a view is between them."""
+    """A model in which the gradient of `added` is a view of a buffer that is also needed for the
+    gradient of `first`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -357,13 +359,13 @@ def test_gradient_buffer_shared_in_the_graph_is_not_modified(loss_scale):
     for name in ("first", "added"):
         parts = [
             torch.autograd.grad(
-                loss_sum(module, {n: torch.tensor(a) for n, a in each.arrays.items()}),
+                loss_sum(module, {n: torch.tensor(a) for n, a in microbatch.arrays.items()}),
                 getattr(module, name),
             )[0].ravel()
-            for each, _ in leaves
+            for microbatch, _ in leaves
         ]
         expected.append(parts[0] + parts[1] + parts[2])
-    program = EagerBackend(BACKEND).compile(trainable(Positions()), batch(1))
+    program = EagerBackend(BACKEND).compile(make_trainable(Positions()), batch(1))
     program.loss_scale = loss_scale
     gradients = {
         item.block: item.values
@@ -376,7 +378,7 @@ def test_gradient_buffer_shared_in_the_graph_is_not_modified(loss_scale):
 
 
 class Checkpointed(nn.Module):
-    """Its last layer is behind a reentrant checkpoint."""
+    """A model whose last layer is inside a reentrant checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -387,50 +389,52 @@ class Checkpointed(nn.Module):
         return y
 
 
-@pytest.mark.skipif(BACKEND == "accelerator", reason="torch cannot move it to such a device")
+@pytest.mark.skipif(
+    BACKEND == "accelerator", reason="torch cannot move a scripted module to the stand-in device"
+)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_torchscript_module_is_refused_in_one_line():
-    job = trainable(nn.Sequential(nn.Linear(WIDTH, WIDTH)))
-    scripted: Any = torch.jit.script(job.module)
+    trainable = make_trainable(nn.Sequential(nn.Linear(WIDTH, WIDTH)))
+    scripted: Any = torch.jit.script(trainable.module)
     with pytest.raises(SamestepError, match=r"torch\.jit\.script; pass the nn"):
-        compiled(replace(job, module=scripted))
+        compile_program(replace(trainable, module=scripted))
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_a_reentrant_checkpoint_is_named_as_such():
-    program = compiled(trainable(Checkpointed()))
+def test_error_for_a_reentrant_checkpoint_names_the_layer_and_the_option():
+    program = compile_program(make_trainable(Checkpointed()))
     with pytest.raises(SamestepError, match=r"'last.*pass use_reentrant=False"):
         list(program.gradients([(batch(), 0)]))
     program.close()
 
 
 def test_an_error_in_the_device_thread_reaches_the_receiver():
-    program = compiled(trainable(Net()))
-    before_error = by_block(program, batch())
+    program = compile_program(make_trainable(Net()))
+    before_error = block_gradients(program, batch())
     wrong_batch = Batch({"x": np.zeros((1, WIDTH + 1), np.float32), "y": batch().arrays["y"]}, 1.0)
     with pytest.raises(LossFailed, match="shapes cannot be multiplied"):
         list(program.gradients([(wrong_batch, 0)]))
-    repeat = by_block(program, batch())
+    after_error = block_gradients(program, batch())
     program.close()
-    assert all(np.array_equal(before_error[number], repeat[number]) for number in before_error)
+    assert all(np.array_equal(before_error[n], after_error[n]) for n in before_error)
 
 
-def test_weight_addresses_do_not_change_bits():
-    """Frozen weights too. Small shapes may hide a difference, so the test compares addresses."""
+def test_compile_aligns_all_weights_so_that_their_addresses_do_not_change_bits():
+    """With small shapes the bits may agree by chance, so the test checks addresses as well."""
     torch.manual_seed(0)
-    module, moved_module = Net(), Net()
-    moved_module.load_state_dict(module.state_dict())
-    for parameter in moved_module.parameters():
-        room = torch.zeros(parameter.numel() + 1)
-        room[1:] = parameter.detach().reshape(-1)
-        parameter.data = room[1:].view(parameter.shape)
+    module, unaligned_module = Net(), Net()
+    unaligned_module.load_state_dict(module.state_dict())
+    for parameter in unaligned_module.parameters():
+        memory = torch.zeros(parameter.numel() + 1)
+        memory[1:] = parameter.detach().reshape(-1)
+        parameter.data = memory[1:].view(parameter.shape)
         assert parameter.data_ptr() % numerics.ALIGNMENT_BYTES
     results = []
-    for each in (module, moved_module):
-        each.last.bias.requires_grad_(False)
-        program = compiled(trainable(each))
-        assert all(p.data_ptr() % numerics.ALIGNMENT_BYTES == 0 for p in each.parameters())
-        results.append(by_block(program, batch()))
+    for net in (module, unaligned_module):
+        net.last.bias.requires_grad_(False)  # frozen weights are aligned as well
+        program = compile_program(make_trainable(net))
+        assert all(p.data_ptr() % numerics.ALIGNMENT_BYTES == 0 for p in net.parameters())
+        results.append(block_gradients(program, batch()))
         program.close()
     assert all(results[0][n].tobytes() == results[1][n].tobytes() for n in results[0])
 
@@ -438,13 +442,13 @@ def test_weight_addresses_do_not_change_bits():
 def test_two_threads_are_used_on_request():
     thread_counts: list[int] = []
 
-    def looking(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
+    def record_threads(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
         thread_counts.append(torch.get_num_threads())
         return loss_sum(module, arrays)
 
     before = torch.get_num_threads()
-    program = compiled(trainable(Net(), loss=looking, threads=2))
-    by_block(program, batch())
+    program = compile_program(make_trainable(Net(), loss=record_threads, threads=2))
+    block_gradients(program, batch())
     program.close()
     torch.set_num_threads(before)
     assert set(thread_counts) == {2}
@@ -456,30 +460,30 @@ def test_bfloat16_computes_in_bfloat16_and_sums_in_float32():
     dtypes: list[torch.dtype] = []
     module.last.register_forward_hook(lambda _m, _i, output: dtypes.append(output.dtype))
     state = copy.deepcopy(module.state_dict())
-    plain = by_block(program := compiled(trainable(module)), batch())
+    float32_gradients = block_gradients(program := compile_program(make_trainable(module)), batch())
     program.close()
     assert set(dtypes) == {torch.float32}
     dtypes.clear()
     with torch.no_grad():
         for name, values in module.state_dict().items():
             values.copy_(state[name])
-    program = compiled(trainable(module, precision="bfloat16", evaluate=evaluate))
-    sums = by_block(program, batch())
-    assert by_block(program, batch())[0].tobytes() == sums[0].tobytes()
+    program = compile_program(make_trainable(module, precision="bfloat16", evaluate=evaluate))
+    gradients = block_gradients(program, batch())
+    assert block_gradients(program, batch())[0].tobytes() == gradients[0].tobytes()
     program.evaluate(batch())
     loss = list(program.gradients([(batch(), 0)]))[-1]
     program.close()
     assert set(dtypes) == {torch.bfloat16}
     assert isinstance(loss, Loss)
-    assert loss.loss_sum != float(torch.tensor(loss.loss_sum).bfloat16())
-    for number, values in plain.items():
-        assert sums[number].dtype == np.float32
-        np.testing.assert_allclose(sums[number], values, rtol=0.1, atol=0.1)
-    assert any(sums[number].tobytes() != plain[number].tobytes() for number in plain)
+    assert loss.loss_sum != float(torch.tensor(loss.loss_sum).bfloat16()), "float32, not rounded"
+    for number, values in float32_gradients.items():
+        assert gradients[number].dtype == np.float32
+        np.testing.assert_allclose(gradients[number], values, rtol=0.1, atol=0.1)
+    assert any(gradients[n].tobytes() != float32_gradients[n].tobytes() for n in gradients)
 
 
-def test_dropped_layers_are_absent_and_follow_the_seed():
-    """Layer drop: the example passes all layers, but later microbatches skip some."""
+def test_gradients_of_dropped_layers_are_absent_and_follow_the_seed():
+    """The check in compile passes the middle layer (its seed is 0); some microbatches skip it."""
 
     class Dropping(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -490,57 +494,55 @@ def test_dropped_layers_are_absent_and_follow_the_seed():
             return y
 
     torch.manual_seed(0)
-    program = compiled(trainable(Dropping()))
-    left_out = []
+    program = compile_program(make_trainable(Dropping()))
+    is_dropped = []
     for seed in range(12):
-        first, repeat = (by_block(program, batch(), seed) for _ in range(2))
+        first, repeat = (block_gradients(program, batch(), seed) for _ in range(2))
         assert all(first[n].tobytes() == repeat[n].tobytes() for n in first)
         assert first[0].any()
-        left_out.append(is_absent(first[1]))
-        assert left_out[-1] == (not first[1].any())
-    seeds = range(12)
-    subtree = list(program.gradients([(batch(), seed) for seed in seeds]))
+        is_dropped.append(is_absent(first[1]))
+        assert is_dropped[-1] == (not first[1].any())
+    items = list(program.gradients([(batch(), seed) for seed in range(12)]))
     program.close()
-    (joined_gradients,) = (
-        item.values for item in subtree if isinstance(item, BlockGradient) and item.block == 1
+    (gradient_sum,) = (
+        item.values for item in items if isinstance(item, BlockGradient) and item.block == 1
     )
-    assert not is_absent(joined_gradients), "one microbatch that reaches it is enough"
-    assert {*left_out} == {False, True}
+    assert {*is_dropped} == {False, True}
+    assert not is_absent(gradient_sum), "some microbatch of the subtree reaches the layer"
 
 
-def test_device_sums_mark_reached_elements():
-    block = trainable(Net()).blocks[0]
-    (first, bias) = (part for _, part in block.slices())
-    reach_marks = torch.zeros(block.tensors[0].elements)
-    reach_marks[0] = -0.0
-    values = join_parts(block, [reach_marks, None], torch.device("cpu")).numpy()
-    assert [is_absent(values[part]) for part in (first, bias)] == [False, True]
+def test_joined_gradient_marks_only_unreached_tensors_as_absent():
+    block = make_trainable(Net()).blocks[0]
+    weight, bias = (part for _, part in block.slices())
+    weight_gradient = torch.full((block.tensors[0].elements,), -0.0)
+    values = join_parts(block, [weight_gradient, None], torch.device("cpu")).numpy()
+    assert [is_absent(values[part]) for part in (weight, bias)] == [False, True]
 
 
-NET_BLOCKS = trainable(Net()).blocks
+NET_BLOCKS = make_trainable(Net()).blocks
 
 
-class WithSharedMemory(Net):
-    """torch would update the shared memory twice per step."""
+class NetWithSharedMemory(Net):
+    """A model with two parameters in one memory, which torch updates twice per step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.last.weight.data = self.first.weight.data
 
 
-class WithBatchNorm(Net):
+class NetWithBatchNorm(Net):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(WIDTH)
 
 
-class WithCountedRows(Net):
+class NetWithScaledEmbedding(Net):
     def __init__(self) -> None:
         super().__init__()
         self.rows = nn.Embedding(4, WIDTH, scale_grad_by_freq=True)
 
 
-class WithCounter(Net):
+class NetWithCounter(Net):
     calls: torch.Tensor
 
     def __init__(self) -> None:
@@ -553,62 +555,62 @@ class WithCounter(Net):
 
 
 @pytest.mark.parametrize(
-    ("make_trainable", "message"),
+    ("make_unsupported", "message"),
     [
-        (lambda: trainable(WithBatchNorm()), "running statistics"),
-        (lambda: trainable(WithCountedRows()), "divides gradients by how often"),
-        (lambda: trainable(WithSharedMemory()), "got two that share memory"),
-        (lambda: trainable(WithCounter()), "'calls' changes in forward"),
-        (lambda: trainable(Net(), loss=lambda m, a: loss_sum(m, a) / len(a["x"])), "summed"),
-        (lambda: trainable(Net().half()), "float32"),
-        (lambda: trainable(Net().requires_grad_(False), blocks=NET_BLOCKS), "got it frozen"),
+        (lambda: make_trainable(NetWithBatchNorm()), "running statistics"),
+        (lambda: make_trainable(NetWithScaledEmbedding()), "divides gradients by how often"),
+        (lambda: make_trainable(NetWithSharedMemory()), "got two that share memory"),
+        (lambda: make_trainable(NetWithCounter()), "'calls' changes in forward"),
+        (lambda: make_trainable(Net(), loss=lambda m, a: loss_sum(m, a) / len(a["x"])), "summed"),
+        (lambda: make_trainable(Net().half()), "float32"),
+        (lambda: make_trainable(Net().requires_grad_(False), blocks=NET_BLOCKS), "got it frozen"),
         (
-            lambda: trainable(Net(), blocks=trainable(nn.Linear(2, 2)).blocks),
+            lambda: make_trainable(Net(), blocks=make_trainable(nn.Linear(2, 2)).blocks),
             "a parameter 'weight' of shape",
         ),
-        (lambda: Trainable(trainable(Net()).blocks), "needs a torch module"),
+        (lambda: Trainable(make_trainable(Net()).blocks), "needs a torch module"),
     ],
 )
-def test_modules_that_cannot_be_exact_are_refused(make_trainable, message):
+def test_modules_and_losses_without_exact_gradients_are_refused(make_unsupported, message):
     with pytest.raises(SamestepError, match=message):
-        compiled(make_trainable())
+        compile_program(make_unsupported())
 
 
 def test_loss_that_is_not_a_scalar_is_refused():
-    program = compiled(trainable(Net()))
+    program = compile_program(make_trainable(Net()))
     program._loss = lambda m, a: m(a["x"])  # type: ignore[attr-defined]
     with pytest.raises(SamestepError, match="one sum"):
         list(program.gradients([(batch(), 0)]))
     program.close()
 
 
-def test_evaluation_without_a_function_is_refused():
-    program = compiled(trainable(Net()))
+def test_evaluation_is_refused_if_the_task_has_no_evaluation_function():
+    program = compile_program(make_trainable(Net()))
     with pytest.raises(SamestepError, match="no evaluation"):
         program.evaluate(batch())
     program.close()
 
 
 @pytest.mark.skipif(BACKEND != "cpu", reason="a card's profile does not depend on its host")
-def test_numerics_profile_differs_only_in_threads_and_names_torch_and_isa():
+def test_numerics_profile_contains_threads_torch_version_and_instruction_set():
     backend = EagerBackend(BACKEND)
-    one, two = backend.numerics_profile(1), backend.numerics_profile(2)
-    assert {key for key in one if one[key] != two[key]} == {"threads"}
-    assert one["torch"] == torch.__version__
-    assert one["isa"] == torch.backends.cpu.get_cpu_capability()
+    profile, with_two_threads = backend.numerics_profile(1), backend.numerics_profile(2)
+    assert {key for key in profile if profile[key] != with_two_threads[key]} == {"threads"}
+    assert profile["torch"] == torch.__version__
+    assert profile["isa"] == torch.backends.cpu.get_cpu_capability()
     assert backend.info.usable
-    assert backend.info.name == one["processor"]
+    assert backend.info.name == profile["processor"]
 
 
-def test_program_reports_a_thread_that_flushes_subnormals():
+def test_program_reports_that_its_thread_flushes_subnormals():
     class Flushing(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             torch.set_flush_denormal(True)
             return super().forward(x)
 
-    plain = compiled(trainable(Net()))
+    plain = compile_program(make_trainable(Net()))
     assert plain.keeps_subnormals()
     plain.close()
-    program = compiled(trainable(Flushing()))
+    program = compile_program(make_trainable(Flushing()))
     assert not program.keeps_subnormals()
     program.close()

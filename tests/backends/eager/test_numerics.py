@@ -1,5 +1,4 @@
-"""Settings of torch that decide bits: set for a run, and restored to the user's values
-afterwards."""
+"""Settings of torch that affect bits: a run sets them, then restores the user's values."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ def set_precision_of_each_library() -> None:
     BACKENDS.mkldnn.conv.fp32_precision = "bf16"
 
 
-def set_precision_by_earlier_names() -> None:
+def set_precision_with_older_names() -> None:
     torch.set_float32_matmul_precision("medium")
     BACKENDS.cudnn.allow_tf32 = BACKENDS.cudnn.benchmark = True
     BACKENDS.cuda.matmul.allow_fp16_reduced_precision_reduction = True
@@ -33,7 +32,7 @@ def set_precision_by_earlier_names() -> None:
 
 @contextlib.contextmanager
 def restore_matmul_precision() -> Iterator[None]:
-    """Restore a setting that runs never change, and therefore do not restore."""
+    """Restore a setting that a run neither changes nor restores."""
     precision = torch.get_float32_matmul_precision()
     try:
         yield
@@ -50,38 +49,44 @@ def precisions() -> list[str]:
     return [part.fp32_precision for part in parts]
 
 
-def flags() -> list[object]:
+def other_settings() -> dict[str, object]:
     products = BACKENDS.cuda.matmul
-    return [
-        torch.get_deterministic_debug_mode(),
-        torch.get_num_threads(),
-        BACKENDS.cudnn.benchmark,
-        BACKENDS.cuda.cudnn_sdp_enabled(),
-        products.allow_bf16_reduced_precision_reduction,
-        products.allow_fp16_reduced_precision_reduction,
-        products.allow_fp16_accumulation,
-        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
-    ]
+    return {
+        "deterministic_debug_mode": torch.get_deterministic_debug_mode(),
+        "num_threads": torch.get_num_threads(),
+        "benchmark": BACKENDS.cudnn.benchmark,
+        "cudnn_sdp": BACKENDS.cuda.cudnn_sdp_enabled(),
+        "bf16_reduction": products.allow_bf16_reduced_precision_reduction,
+        "fp16_reduction": products.allow_fp16_reduced_precision_reduction,
+        "fp16_accumulation": products.allow_fp16_accumulation,
+        "fill_memory": torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+    }
 
 
-@pytest.mark.skipif(not hasattr(BACKENDS, "fp32_precision"), reason="torch has one name for each")
+SETTINGS_OF_A_RUN: dict[str, object] = {
+    **dict.fromkeys(other_settings(), False), "deterministic_debug_mode": 2, "num_threads": 1,
+}  # fmt: skip
+"""Debug mode 2 raises an error for nondeterministic operators."""
+
+
+@pytest.mark.skipif(not hasattr(BACKENDS, "fp32_precision"), reason="torch has older names only")
 @pytest.mark.parametrize(
-    "change", [use_tf32_everywhere, set_precision_of_each_library, set_precision_by_earlier_names]
+    "change", [use_tf32_everywhere, set_precision_of_each_library, set_precision_with_older_names]
 )
 def test_run_computes_in_float32_and_restores_settings(change: Callable[[], None]):
     with numerics.restore_settings(), restore_matmul_precision():
         change()
-        user_settings = precisions(), flags()
+        user_settings = precisions(), other_settings()
         with numerics.restore_settings():
             numerics.make_deterministic()
             numerics.use_threads(1)
             assert precisions() == ["ieee"] * len(user_settings[0])
-            assert flags() == [2, 1, *[False] * 6]
-        assert (precisions(), flags()) == user_settings
+            assert other_settings() == SETTINGS_OF_A_RUN
+        assert (precisions(), other_settings()) == user_settings
 
 
 def test_code_may_disable_cudnn_during_and_after_a_run():
-    """As in transformers around CTC, which also reads torch's older switch."""
+    """transformers does so around its CTC loss; `cudnn.flags` reads the older switch for TF32."""
     with numerics.restore_settings():
         numerics.make_deterministic()
         with torch.backends.cudnn.flags(enabled=False):

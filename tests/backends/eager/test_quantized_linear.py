@@ -38,7 +38,8 @@ def test_dequantizing_on_a_device_equals_numpy(storage, shape):
     )
 
 
-def gradients(spec: Any) -> list[bytes]:
+def compute_results(spec: Any) -> list[bytes]:
+    """Return the bytes of gradients, loss and evaluation of a run's model."""
     task = build(spec)
     program = eager.EagerBackend(BACKEND).compile(task.trainable, task.batch([0, 1]))
     program.load([values + np.float32(0.01) for values in task.initial_parameters()])
@@ -72,15 +73,15 @@ def test_quantized_base_has_the_bits_of_the_dequantized_base(
     run = write_chat_run(tmp_path)
     model = {"source": str(tmp_path / "model"), "base_dtype": base_dtype, **overrides}
     spec = load_run_spec(run, [f"model={json.dumps(model)}"])
-    expected = gradients(spec)
+    expected = compute_results(spec)
     monkeypatch.setattr(
-        eager, "quantize_frozen_base", lambda module, kind, _: round_frozen_base(module, kind)
+        eager, "quantize_frozen_base", lambda module, dtype, _: round_frozen_base(module, dtype)
     )
-    assert gradients(spec) == expected
+    assert compute_results(spec) == expected
 
 
 class TiedLayers(nn.Module):
-    """Two layers that share a weight, one with its own computation, and a trained layer."""
+    """Two frozen layers that share a weight, frozen attention, and a trained layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,16 +133,16 @@ class DeepModel(nn.Module):
         return out
 
 
-def test_half_precision_base_has_the_bits_of_torch_autocast(tmp_path, monkeypatch):
+def test_conversion_again_in_backward_has_the_bits_of_torch_autocast(tmp_path, monkeypatch):
     run = write_chat_run(tmp_path)
     model = {"source": str(tmp_path / "model"), "precision": "bfloat16"}
     spec = load_run_spec(run, [f"model={json.dumps(model)}"])
-    converted = gradients(spec)
+    converted = compute_results(spec)
     monkeypatch.setattr(eager, "convert_again_in_backward", lambda *_: None)
-    assert gradients(spec) == converted
+    assert compute_results(spec) == converted
 
 
-def test_weight_in_compute_dtype_is_used_without_a_copy():
+def test_weight_stored_in_the_compute_dtype_is_not_copied():
     quantized = quantize(np.ones((8, 64), np.float32), "bf16")
     weight, scratch = QuantizedWeight(quantized, CPU), ScratchBuffer(8 * 64, CPU)
     assert scratch.operand(weight, torch.bfloat16).data_ptr() == weight.matrix.data_ptr()
@@ -167,9 +168,8 @@ def growth_of_step(module: DeepModel, **options: Any) -> Growth:
     return growth
 
 
-def test_stored_weights_and_step_peak_are_small():
-    """Of 64 MiB of frozen weights in 16 layers, int4 stores a seventh and dequantizes one layer at
-    a time."""
+def test_int4_base_takes_a_seventh_and_is_dequantized_layer_by_layer():
+    """The 16 frozen layers take 64 MiB in float32."""
     module = DeepModel(16, 1024)
     assert growth_of_step(module, base_dtype="int4").peak_bytes < 64 * MIB / 2
     stored_bytes = sum(
@@ -180,6 +180,6 @@ def test_stored_weights_and_step_peak_are_small():
     assert stored_bytes < 64 * MIB / 7
 
 
-def test_no_half_copy_of_a_float32_base_is_kept_for_backward():
-    """bfloat16 copies of all 16 layers, 64 MiB in float32, would take 32 MiB."""
+def test_bfloat16_copies_of_a_float32_base_are_not_stored_for_backward():
+    """The 16 frozen layers take 64 MiB in float32; their bfloat16 copies would take 32 MiB."""
     assert growth_of_step(DeepModel(16, 1024), precision="bfloat16").peak_bytes < 64 * MIB / 4

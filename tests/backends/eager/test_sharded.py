@@ -1,4 +1,4 @@
-"""A sharded base gives the bits of the whole base, in float32 and in half precision."""
+"""Training with a sharded base has the bits of training with the whole base."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def test_gradients_and_evaluation_have_the_bits_of_the_whole_base(rank_results, 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_rank_keeps_half_of_the_base(rank_results, case):
-    """Each rank also keeps small float32 tensors of layers in half precision: norms and biases."""
-    for _, remaining_bytes, whole_bytes in (rank[case] for rank in rank_results):
-        assert remaining_bytes < 0.53 * whole_bytes
+def test_each_rank_stores_half_of_the_base(rank_results, case):
+    """Each rank also stores the float32 norms and biases of layers in half precision."""
+    for _, local_bytes, whole_bytes in (rank[case] for rank in rank_results):
+        assert local_bytes < 0.53 * whole_bytes
 
 
 def test_half_precision_takes_half_of_the_memory(rank_results):
@@ -42,7 +42,7 @@ def test_half_precision_takes_half_of_the_memory(rank_results):
     assert bfloat16_bytes < 0.65 * float32_bytes, "embeddings stay float32"
 
 
-def test_unsupported_base_is_refused_with_the_setting_to_change(rank_results):
+def test_error_for_an_unsupported_base_names_the_setting_to_change(rank_results):
     for rank in rank_results:
         assert rank["int4"] == (
             "expected a base in float32 or half precision with --shard, got int4; write "

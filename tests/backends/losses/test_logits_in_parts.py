@@ -1,4 +1,4 @@
-"""Logits in parts behave as a tensor, whatever a loss does with them."""
+"""`LogitsInParts` gives a loss the values and gradients of the full tensor."""
 
 from __future__ import annotations
 
@@ -31,9 +31,14 @@ def labels(tokens: int = 12) -> torch.Tensor:
     return torch.where(torch.arange(tokens) % 4 == 1, -100, torch.arange(tokens) * 7 % VOCABULARY)
 
 
-def assert_same(head: nn.Linear, function: Any, *, in_parts: bool) -> None:
-    """Assert that values and gradients equal the tensor's; `in_parts`: without computing the
-    tensor."""
+def assert_equals_tensor(head: nn.Linear, function: Any, *, computes_tensor: bool) -> None:
+    """Assert that a function of logits in parts has the values and gradients of the full tensor.
+
+    Args:
+        head: The head.
+        function: A function of the logits.
+        computes_tensor: Whether the function must compute the full tensor, or must not.
+    """
     results, gradients = [], []
     for is_deferred in (True, False):
         head.zero_grad()
@@ -43,7 +48,7 @@ def assert_same(head: nn.Linear, function: Any, *, in_parts: bool) -> None:
             logits = LogitsInParts.of(head.forward, inputs, VOCABULARY, CHUNK_TOKENS)
         result = function(logits)
         if is_deferred:
-            assert (logits._tensor is None) == in_parts
+            assert (logits._tensor is not None) == computes_tensor
         if isinstance(result, LogitsInParts):
             result = result.full_tensor()
         if result.requires_grad:
@@ -60,16 +65,20 @@ def assert_same(head: nn.Linear, function: Any, *, in_parts: bool) -> None:
 
 LOSSES_IN_PARTS: dict[str, Any] = {
     "flattened": lambda x: functional.cross_entropy(x.flatten(0, 1), labels()),
-    "by a module": lambda x: nn.CrossEntropyLoss()(x.view(-1, VOCABULARY), labels().view(-1)),
-    "of size": lambda x: functional.cross_entropy(x.view(-1, x.size(-1)), labels().to(x.device)),
+    "module": lambda x: nn.CrossEntropyLoss()(x.view(-1, VOCABULARY), labels().view(-1)),
+    "shape from size()": lambda x: functional.cross_entropy(
+        x.view(-1, x.size(-1)), labels().to(x.device)
+    ),
     "summed": lambda x: functional.cross_entropy(
         x.float().reshape(12, -1), labels(), reduction="sum"
     ),
-    "each": lambda x: functional.cross_entropy(x.flatten(0, -2), labels(), reduction="none"),
+    "no reduction": lambda x: functional.cross_entropy(
+        x.flatten(0, -2), labels(), reduction="none"
+    ),
     "smoothed": lambda x: functional.cross_entropy(
         x.view((12, VOCABULARY)), labels(), label_smoothing=0.1
     ),
-    "another ignored label": lambda x: functional.cross_entropy(
+    "ignored label 7": lambda x: functional.cross_entropy(
         x.flatten(0, 1), labels().clamp(min=0), ignore_index=7
     ),
     "scaled": lambda x: functional.cross_entropy((2 * x / 3 * 0.5).flatten(0, 1), labels()),
@@ -86,46 +95,44 @@ LOSSES_IN_PARTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", LOSSES_IN_PARTS)
-def test_a_loss_of_tokens_is_computed_in_parts(head, name):
-    assert_same(head, LOSSES_IN_PARTS[name], in_parts=True)
+def test_a_token_loss_is_computed_in_parts(head, name):
+    assert_equals_tensor(head, LOSSES_IN_PARTS[name], computes_tensor=False)
 
 
 NEEDS_FULL_TENSOR: dict[str, Any] = {
     "softmax": lambda x: x.softmax(-1),
     "log_softmax": lambda x: functional.log_softmax(x, dim=-1),
     "argmax": lambda x: x.argmax(dim=-1),
-    "a mask": lambda x: torch.where(x > 0, x, 0.0),
+    "mask": lambda x: torch.where(x > 0, x, 0.0),
     "compared": lambda x: x == x.max(),
-    "tokens added": lambda x: functional.cross_entropy(
+    "one addend per token": lambda x: functional.cross_entropy(
         (x + torch.arange(12.0).view(3, 4, 1)).flatten(0, 1), labels()
     ),
-    "a power": lambda x: 2.0**x,
-    "from one": lambda x: 1 - x,
-    "an added tensor": lambda x: torch.ones(3, 4, VOCABULARY) + x,
+    "exponent": lambda x: 2.0**x,
+    "subtracted from 1": lambda x: 1 - x,
+    "full tensor on the left": lambda x: torch.ones(3, 4, VOCABULARY) + x,
     "stacked": lambda x: torch.stack([x, x]),
-    "weights of classes": lambda x: functional.cross_entropy(
-        x.flatten(0, 1), labels(), weight=BIAS + 2
-    ),
+    "class weights": lambda x: functional.cross_entropy(x.flatten(0, 1), labels(), weight=BIAS + 2),
     "transposed": lambda x: functional.cross_entropy(x.transpose(1, 2), labels().view(3, 4)),
     "probabilities": lambda x: functional.cross_entropy(
         x.flatten(0, 1), torch.full((12, VOCABULARY), 1 / VOCABULARY)
     ),
-    "some of the vocabulary": lambda x: x[..., :5],
+    "slice of the vocabulary": lambda x: x[..., :5],
     "one token": lambda x: x[:, 0],
-    "by tokens": lambda x: x.view(-1, 4).sum(0),
-    "all flat": lambda x: x.flatten().cumsum(0),
-    "each sample": lambda x: sum(sample.sum() for sample in x),
-    "in double": lambda x: x.double(),
-    "by name": lambda x: x.mul(BIAS).to(torch.float64),
+    "summed over tokens": lambda x: x.view(-1, 4).sum(0),
+    "one dimension": lambda x: x.flatten().cumsum(0),
+    "iterated over samples": lambda x: sum(sample.sum() for sample in x),
+    "double()": lambda x: x.double(),
+    "to(float64)": lambda x: x.mul(BIAS).to(torch.float64),
 }
 
 
 @pytest.mark.parametrize("name", NEEDS_FULL_TENSOR)
-def test_every_other_function_gets_the_full_tensor(head, name):
-    assert_same(head, NEEDS_FULL_TENSOR[name], in_parts=False)
+def test_functions_that_are_not_token_losses_get_the_full_tensor(head, name):
+    assert_equals_tensor(head, NEEDS_FULL_TENSOR[name], computes_tensor=True)
 
 
-def test_changes_in_place_act_as_on_the_tensor(head):
+def test_changes_in_place_have_the_effect_that_they_have_on_a_tensor(head):
     def masked(logits: Any) -> Any:
         copied, flat = logits * 2, logits.view(-1, VOCABULARY)
         logits[..., 0] = -3.0
@@ -133,26 +140,26 @@ def test_changes_in_place_act_as_on_the_tensor(head):
         changed += 1
         return functional.cross_entropy(changed, labels()) + copied.sum() + len(copied)
 
-    assert_same(head, masked, in_parts=False)
+    assert_equals_tensor(head, masked, computes_tensor=True)
 
 
-def test_metric_under_no_grad_leaves_the_loss_its_gradients(head):
+def test_loss_has_gradients_after_a_metric_under_no_grad(head):
     def loss(logits: Any) -> Any:
         with torch.no_grad():
             assert logits.argmax(-1).shape == (3, 4)
         return functional.cross_entropy(logits.flatten(0, 1), labels())
 
-    assert_same(head, loss, in_parts=False)
+    assert_equals_tensor(head, loss, computes_tensor=True)
 
 
-def test_logits_made_under_no_grad_have_no_gradients(head):
+def test_logits_computed_under_no_grad_have_no_gradients(head):
     with torch.no_grad():
         logits: Any = LogitsInParts.of(head.forward, states(), VOCABULARY, CHUNK_TOKENS)
     assert not functional.cross_entropy(logits.flatten(0, 1), labels()).requires_grad
     assert not logits.full_tensor().requires_grad
 
 
-def test_head_computes_in_the_precision_of_its_call(head):
+def test_head_computes_in_the_autocast_precision_of_its_call(head):
     inputs = states()
     with torch.autocast("cpu", torch.bfloat16):
         logits: Any = LogitsInParts.of(head.forward, inputs, VOCABULARY, CHUNK_TOKENS)
@@ -173,9 +180,9 @@ def test_torch_function_mode_sees_the_products_of_parts(head):
     inputs = states()
     with half_products(enabled=True):
         logits: Any = LogitsInParts.of(head.forward, inputs, VOCABULARY, CHUNK_TOKENS)
-        in_parts = functional.cross_entropy(logits.flatten(0, 1), labels())
-        whole = functional.cross_entropy(head(inputs).flatten(0, 1), labels())
-    plain = functional.cross_entropy(head(inputs).flatten(0, 1), labels())
+        loss_in_parts = functional.cross_entropy(logits.flatten(0, 1), labels())
+        loss_of_tensor = functional.cross_entropy(head(inputs).flatten(0, 1), labels())
+    float32_loss = functional.cross_entropy(head(inputs).flatten(0, 1), labels())
     assert logits._tensor is None
-    assert float(in_parts.detach()) == pytest.approx(float(whole.detach()), rel=1e-6)
-    assert abs(float((whole - plain).detach())) > 1e-5
+    assert float(loss_in_parts.detach()) == pytest.approx(float(loss_of_tensor.detach()), rel=1e-6)
+    assert abs(float((loss_of_tensor - float32_loss).detach())) > 1e-5, "float16 changes the loss"

@@ -1,4 +1,4 @@
-"""A loss computed a few tokens at a time equals the loss of all tokens, in less memory."""
+"""A loss computed a few tokens at a time equals the loss of all tokens, and needs less memory."""
 
 from __future__ import annotations
 
@@ -42,9 +42,11 @@ from worker.models.lora import Lora
 from worker.tasks.language.dpo import dpo_loss
 
 CHUNK_TOKENS = 10
-"""Tokens per part, of 48: the last part is shorter."""
+"""Tokens per part. The 48 tokens of a batch are no multiple of it, so the last part is shorter."""
 FLOAT32_TOLERANCE = 1e-5
-"""Relative to a gradient's norm; a tenth of this for a loss. Products and their order differ."""
+"""Largest difference relative to a gradient's norm; a loss may differ by a tenth of this.
+
+Matrix products of a few tokens add in another order than products of all tokens."""
 
 
 @pytest.fixture
@@ -53,7 +55,8 @@ def in_parts(monkeypatch) -> None:
     monkeypatch.setattr(vocabulary_loss, "tokens_per_part", lambda _: CHUNK_TOKENS)
 
 
-def adapted(model: Any, added_tokens: Any = (), **lora_options: Any) -> Any:
+def add_lora(model: Any, added_tokens: Any = (), **lora_options: Any) -> Any:
+    """Return the model with LoRA of rank 4 whose B matrices are random, not zero."""
     lora = LoraSpec(r=4, **lora_options)
     module = Lora(model, lora, "CAUSAL_LM", [], seed=0, added_tokens=added_tokens).module
     with torch.no_grad():
@@ -64,6 +67,7 @@ def adapted(model: Any, added_tokens: Any = (), **lora_options: Any) -> Any:
 
 
 def gradients(module: Any, loss: Any, microbatch: Batch, backend: str, **options: Any) -> Any:
+    """Return the loss sum and the gradients of all blocks."""
     program = EagerBackend(backend).compile(
         Trainable(cut_into_blocks(module), module, loss, **options), microbatch
     )
@@ -73,19 +77,19 @@ def gradients(module: Any, loss: Any, microbatch: Batch, backend: str, **options
 
 
 CASES: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
-    "full": (llama, TOKEN_LOSS, texts, {}),
-    "full, tied": (lambda: llama(tie_word_embeddings=True), TOKEN_LOSS, texts, {}),
-    "capped": (gemma, TOKEN_LOSS, texts, {}),
-    "scaled": (cohere, TOKEN_LOSS, texts, {}),
-    "LoRA on int4": (lambda: adapted(llama()), TOKEN_LOSS, texts, {"base_dtype": "int4"}),
-    "a head with LoRA": (
-        lambda: adapted(llama(), targets=("q_proj", "lm_head")), TOKEN_LOSS, texts, {},
+    "full training": (llama, TOKEN_LOSS, texts, {}),
+    "full training, tied": (lambda: llama(tie_word_embeddings=True), TOKEN_LOSS, texts, {}),
+    "capped logits": (gemma, TOKEN_LOSS, texts, {}),
+    "scaled logits": (cohere, TOKEN_LOSS, texts, {}),
+    "LoRA on int4": (lambda: add_lora(llama()), TOKEN_LOSS, texts, {"base_dtype": "int4"}),
+    "LoRA of the head": (
+        lambda: add_lora(llama(), targets=("q_proj", "lm_head")), TOKEN_LOSS, texts, {},
     ),
-    "added tokens": (lambda: adapted(llama(), (90, 91, 95)), TOKEN_LOSS, texts, {}),
+    "added tokens": (lambda: add_lora(llama(), (90, 91, 95)), TOKEN_LOSS, texts, {}),
     "added tokens, tied": (
-        lambda: adapted(llama(tie_word_embeddings=True), (90, 91, 95)), TOKEN_LOSS, texts, {},
+        lambda: add_lora(llama(tie_word_embeddings=True), (90, 91, 95)), TOKEN_LOSS, texts, {},
     ),
-    "preferences": (lambda: adapted(llama()), partial(dpo_loss, beta=0.1, options={}), pairs, {}),
+    "preferences": (lambda: add_lora(llama()), partial(dpo_loss, beta=0.1, options={}), pairs, {}),
     "masked": (bert, LABELED_LOSS, padded_texts, {}),
     "T5, tied": (t5, TARGET_LOSS, padded_texts, {}),
     "T5": (lambda: t5(tied=False), TARGET_LOSS, padded_texts, {}),
@@ -95,7 +99,7 @@ CASES: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradients_are_those_of_all_tokens_at_once(case, monkeypatch):
+def test_loss_in_parts_equals_the_loss_of_all_tokens_and_repeats_its_bits(case, monkeypatch):
     make, loss, microbatch, options = CASES[case]
     whole = gradients(make(), loss, microbatch(), BACKEND, **options)
     monkeypatch.setattr(vocabulary_loss, "tokens_per_part", lambda _: CHUNK_TOKENS)
@@ -110,9 +114,9 @@ def test_loss_and_gradients_are_those_of_all_tokens_at_once(case, monkeypatch):
     assert parts[0] == repeated[0]
 
 
-@pytest.mark.parametrize("case", ["full", "masked", "T5", "BART", "distilled"])
-def test_few_logits_have_the_bits_of_a_plain_loss(case):
-    """Few logits are computed at once, as without this module."""
+@pytest.mark.parametrize("case", ["full training", "masked", "T5", "BART", "distilled"])
+def test_loss_of_few_logits_has_the_bits_of_plain_torch_code(case):
+    """Logits of up to `LOGITS_AT_ONCE` elements are not computed in parts."""
     make, loss, microbatch, options = CASES[case]
     [loss_sum, blocks], plain = (
         gradients(make(), loss, microbatch(), BACKEND, **options),
@@ -147,7 +151,7 @@ class MixingHead(torch.nn.Linear):
 
 @pytest.mark.usefixtures("in_parts")
 @pytest.mark.parametrize("form", ["class", "instance", "within an adapter"])
-def test_head_that_mixes_tokens_is_computed_whole(form):
+def test_logits_of_a_head_that_mixes_tokens_are_a_tensor(form):
     model: Any = llama()
     mixing = MixingHead(model.lm_head.in_features, model.lm_head.out_features, bias=False)
     if form == "instance":
@@ -164,17 +168,18 @@ def test_head_that_mixes_tokens_is_computed_whole(form):
     assert torch.equal(logits, expected)
 
 
-def test_dropout_of_a_head_is_drawn_once(monkeypatch):
-    def parts() -> Any:
-        module = adapted(llama(), targets=("q_proj", "lm_head"), dropout=0.5)
+def test_backward_repeats_the_dropout_of_a_head(monkeypatch):
+    def block_gradients() -> Any:
+        module = add_lora(llama(), targets=("q_proj", "lm_head"), dropout=0.5)
         return gradients(module, TOKEN_LOSS, texts(), BACKEND, unit="microbatch")[1]
 
-    expected = parts()
+    recomputed = block_gradients()
     monkeypatch.setattr(logits_in_parts, "checkpoint", lambda f, *args, **_: f(*args))
-    assert [block.tobytes() for block in parts()] == [block.tobytes() for block in expected]
+    stored = block_gradients()
+    assert [block.tobytes() for block in recomputed] == [block.tobytes() for block in stored]
 
 
-TRANSFORMERS: dict[str, tuple[Any, Any, Any]] = {
+FAMILIES: dict[str, tuple[Any, Any, Any]] = {
     "llama": (llama, TOKEN_LOSS, texts),
     "gemma": (gemma, TOKEN_LOSS, texts),
     "cohere": (cohere, TOKEN_LOSS, texts),
@@ -185,10 +190,10 @@ TRANSFORMERS: dict[str, tuple[Any, Any, Any]] = {
 
 
 @pytest.mark.usefixtures("in_parts")
-@pytest.mark.parametrize("kind", TRANSFORMERS)
-def test_loss_and_gradients_are_those_of_transformers(kind):
-    """The loss equals transformers' mean times the number of labels, within float32's precision."""
-    make, loss, microbatch = TRANSFORMERS[kind]
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_equal_those_of_transformers(family):
+    """The loss is the mean loss of transformers times the number of labels."""
+    make, loss, microbatch = FAMILIES[family]
     arrays = {name: torch.tensor(array) for name, array in microbatch().arrays.items()}
     labels = arrays["labels"]
     count = int((labels != -100).sum())
@@ -223,27 +228,28 @@ LARGE_CASES: dict[str, tuple[Any, Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", LARGE_CASES)
-def test_largest_tensor_has_the_logits_of_a_few_tokens(kind, monkeypatch):
-    make, loss, microbatch = LARGE_CASES[kind]
+@pytest.mark.parametrize("case", LARGE_CASES)
+def test_largest_tensor_is_the_logits_of_one_part(case, monkeypatch):
+    make, loss, microbatch = LARGE_CASES[case]
     model = make(LARGE_VOCABULARY)
+    # Only the last norm is trained: its gradient needs the head, and is small itself.
     model.requires_grad_(requires_grad=False)
-    tuple(parameter for name, parameter in model.named_parameters() if "norm" in name.lower())[
-        -1
-    ].requires_grad_(requires_grad=True)
+    norms = [weight for name, weight in model.named_parameters() if "norm" in name.lower()]
+    norms[-1].requires_grad_(requires_grad=True)
     arrays = {
         name: torch.tensor(array) for name, array in microbatch(LARGE_VOCABULARY).arrays.items()
     }
-    largest = []
-    for at_once in (1 << 20, 33):
-        monkeypatch.setattr(vocabulary_loss, "tokens_per_part", lambda _, count=at_once: count)
-        with LargestTensor() as largest_tensor:
+    largest_elements = []
+    # All 48 tokens; then one more than the hidden size, so that the head's weight is smaller.
+    for chunk_tokens in (1 << 20, 33):
+        monkeypatch.setattr(vocabulary_loss, "tokens_per_part", lambda _, count=chunk_tokens: count)
+        with LargestTensor() as in_training:
             loss(model, arrays).backward()
-        with LargestTensor() as evaluated, torch.no_grad():
+        with LargestTensor() as in_evaluation, torch.no_grad():
             loss(model, arrays)
-        assert evaluated.elements == largest_tensor.elements
-        largest.append(largest_tensor.elements)
-    assert largest == [48 * LARGE_VOCABULARY, 33 * LARGE_VOCABULARY]
+        assert in_evaluation.elements == in_training.elements
+        largest_elements.append(in_training.elements)
+    assert largest_elements == [48 * LARGE_VOCABULARY, 33 * LARGE_VOCABULARY]
 
 
 def test_changes_of_inputs_after_the_head_do_not_change_the_logits():

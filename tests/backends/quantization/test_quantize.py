@@ -1,5 +1,4 @@
-"""Quantized frozen weights: the values that they represent, and the distance from the original
-values."""
+"""Quantized weights: their values after dequantizing, rounding errors, sizes and layout."""
 
 import numpy as np
 import pytest
@@ -17,18 +16,20 @@ matrices = st.tuples(st.integers(1, 4), st.sampled_from([8, 24, 64, 128])).flatm
 
 
 @given(matrices, st.sampled_from(["int8", "int4"]))
-def test_no_value_moves_by_more_than_half_a_step_of_its_group(values, storage):
+def test_rounding_error_is_at_most_half_a_step_of_the_group(values, storage):
     quantized = quantize(values, storage)
     grouped = values.reshape(-1, quantized.group)
     largest = np.abs(grouped).max(axis=1, keepdims=True)
-    deviation = np.abs(dequantize(quantized).reshape(grouped.shape).astype(np.float64) - grouped)
+    error = np.abs(dequantize(quantized).reshape(grouped.shape).astype(np.float64) - grouped)
     step = largest.astype(np.float64) / LARGEST_CODES[storage]
-    assert (deviation <= 0.5001 * step + 1e-36).all()
+    # 0.5001: scale and product are rounded to float32; 1e-36: a group too small for a scale.
+    assert (error <= 0.5001 * step + 1e-36).all()
 
 
 @given(matrices)
 def test_bfloat16_rounds_to_the_nearest_value(values):
     rounded = dequantize(quantize(values, "bf16"))
+    # The spacing of bfloat16 is at most 2**-7 of a value; 1e-40: of a subnormal, a constant.
     assert (np.abs(rounded.astype(np.float64) - values) <= np.abs(values) * 2.0**-8 + 1e-40).all()
     assert (rounded.view(np.uint32) & 0xFFFF == 0).all()
 
@@ -45,12 +46,13 @@ def test_float16_equals_numpy():
 
 
 @pytest.mark.parametrize("storage", ["bf16", "f16", "int8", "int4", "q4_0"])
-def test_representable_values_are_preserved(storage):
-    """Also: sizes match the prediction."""
+def test_representable_integers_are_preserved_and_sizes_are_predicted(storage):
     integers = np.arange(-7, 9, dtype=np.float32).clip(-7, 7).reshape(2, 8)
-    integers[:, 0] = [-8, 8] if storage == "q4_0" else integers[:, 0]
+    if storage == "q4_0":  # the value of largest magnitude becomes code -8
+        integers[:, 0] = [-8, 8]
     quantized = quantize(integers, storage)
-    assert (dequantize(quantized) == integers).all() or storage == "int8"
+    if storage != "int8":  # whose step is 7 / 127, so that it rounds most integers
+        assert (dequantize(quantized) == integers).all()
     assert quantized.nbytes == stored_bytes(2, 8, storage)
 
 
@@ -75,10 +77,11 @@ def test_nf4_code_values_are_preserved():
 @pytest.mark.parametrize("storage", ["q8_0", "q4_0"])
 def test_gguf_types_equal_the_gguf_library(storage):
     gguf = pytest.importorskip("gguf")
-    kind = gguf.GGMLQuantizationType[storage.upper()]
+    gguf_type = gguf.GGMLQuantizationType[storage.upper()]
     values = np.random.default_rng(0).standard_normal((16, 96)).astype(np.float32)
-    values[3, :32], values[4] = 0, values[4] * np.float32(1e-4)
-    reference = gguf.dequantize(gguf.quantize(values, kind), kind)
+    values[3, :32] = 0
+    values[4] *= np.float32(1e-4)  # scales that are subnormal in float16
+    reference = gguf.dequantize(gguf.quantize(values, gguf_type), gguf_type)
     quantized = quantize(values, storage)
     assert quantized.group == 32
     assert quantized.nbytes == stored_bytes(16, 96, storage)
@@ -109,7 +112,8 @@ def test_unsupported_weights_are_refused(value, storage):
 
 
 @pytest.mark.parametrize(
-    ("columns", "group"), [(64, 64), (384, 64), (96, 32), (8, 8), (12, 0), (7, 0)]
+    ("columns", "group"),
+    [(64, 64), (384, 64), (96, 32), (8, 8), (12, 0), (7, 0)],  # 0: none of at least 8
 )
-def test_groups_divide_a_row(columns, group):
+def test_group_is_the_largest_power_of_two_up_to_64_that_divides_a_row(columns, group):
     assert group_size(columns) == group

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from backends.wgpu.capture.added_rows import compute_added_rows_apart
-from tests.backends.losses.test_vocabulary_loss import adapted
+from tests.backends.losses.test_vocabulary_loss import add_lora
 from tests.small_heads import TOKEN_LOSS, llama, texts
 
 
@@ -32,7 +32,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients_are_those_of_peft(case):
     make, tokens = CASES[case]
-    module = adapted(make(), tokens)
+    module = add_lora(make(), tokens)
     for name, each in module.named_parameters():
         if "trainable_tokens_delta" in name:
             torch.nn.init.normal_(each)
@@ -49,7 +49,7 @@ def test_loss_and_gradients_are_those_of_peft(case):
 
 
 def test_a_disabled_adapter_is_the_table():
-    module: Any = adapted(llama(), (50, 51))
+    module: Any = add_lora(llama(), (50, 51))
     ids = torch.tensor([[50, 3, 51]])
     with module.disable_adapter(), torch.no_grad():
         expected = module(input_ids=ids).logits

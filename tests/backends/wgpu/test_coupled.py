@@ -20,11 +20,11 @@ from protocol.spec.sections.model import ArithmeticSpec
 from tests.backends.eager.test_coupled_loss import (
     SAMPLES,
     STEP_ID,
+    disable_dropout,
     embed,
     losses,
-    samples,
-    trainable,
-    without_dropout,
+    make_batch,
+    make_trainable,
 )
 from worker.shell.coupled_step import CoupledStep
 
@@ -32,7 +32,7 @@ CANONICAL = ArithmeticSpec(mode="canonical", multiply_add="separate")
 
 
 def task(loss: Any = losses, arithmetic: ArithmeticSpec = CANONICAL, **changes: Any) -> Trainable:
-    job = trainable(loss)
+    job = make_trainable(loss)
     assert job.coupled is not None
     coupled = replace(job.coupled, samples=SAMPLES)
     return replace(job, coupled=coupled, arithmetic=arithmetic, **changes)
@@ -47,7 +47,7 @@ def vulkan() -> VulkanBackend:
 
 def in_two_phases(backend: Any, job: Trainable, microbatch: int) -> Any:
     """Return embeddings, losses and gradient sums of a step, as bytes and arrays."""
-    parts = [samples(lo, lo + microbatch) for lo in range(0, SAMPLES, microbatch)]
+    parts = [make_batch(lo, lo + microbatch) for lo in range(0, SAMPLES, microbatch)]
     program: Any = backend.compile(job, parts[0])
     leaves = [(part, number) for number, part in enumerate(parts)]
     rows = np.concatenate([*program.embed(leaves)])
@@ -73,7 +73,7 @@ def as_bytes(result: Any) -> list[bytes]:
 def close_to_torch(job: Trainable, result: Any) -> None:
     module: Any = job.module
     parameters = dict(module.named_parameters())
-    arrays = {name: torch.tensor(values) for name, values in samples().arrays.items()}
+    arrays = {name: torch.tensor(values) for name, values in make_batch().arrays.items()}
     expected = losses(module, embed(module, arrays)).sum()
     gradients = dict(
         zip(parameters, torch.autograd.grad(expected, [*parameters.values()]), strict=True)
@@ -87,7 +87,7 @@ def close_to_torch(job: Trainable, result: Any) -> None:
 
 def test_canonical_is_torch_over_the_whole_step():
     job = task()
-    without_dropout(job.module)
+    disable_dropout(job.module)
     close_to_torch(job, in_two_phases(CpuBackend(), job, 8))
 
 
@@ -106,13 +106,13 @@ def test_canonical_has_one_set_of_bits():
 @pytest.mark.parametrize("microbatch", [1, 4, SAMPLES])
 def test_a_vulkan_device_is_torch_over_the_whole_step(microbatch):
     job = task(arithmetic=ArithmeticSpec())
-    without_dropout(job.module)
+    disable_dropout(job.module)
     close_to_torch(job, in_two_phases(vulkan(), job, microbatch))
 
 
 @pytest.mark.slow
 def test_second_pass_names_the_microbatch_with_other_embeddings():
-    parts = [samples(lo, lo + 8) for lo in range(0, SAMPLES, 8)]
+    parts = [make_batch(lo, lo + 8) for lo in range(0, SAMPLES, 8)]
     program: Any = CpuBackend().compile(task(), parts[0])
     leaves = [(part, number) for number, part in enumerate(parts)]
     rows = np.concatenate([*program.embed(leaves)])
@@ -135,13 +135,13 @@ def test_second_pass_names_the_microbatch_with_other_embeddings():
 )
 def test_unsupported_loss_is_refused_before_the_run(loss, text):
     with pytest.raises(SamestepError, match=text):
-        CpuBackend().compile(task(loss), samples(0, 8))
+        CpuBackend().compile(task(loss), make_batch(0, 8))
 
 
 @pytest.mark.slow
 def test_a_field_of_more_than_32_bits_is_named():
-    program: Any = CpuBackend().compile(task(), samples(0, 8))
-    arrays = dict(samples(0, 8).arrays)
+    program: Any = CpuBackend().compile(task(), make_batch(0, 8))
+    arrays = dict(make_batch(0, 8).arrays)
     arrays["label"] = arrays["label"] + 2**40
     with pytest.raises(DataError, match=r"expected 32-bit integers, got 1099511627776 to"):
         list(program.embed([(Batch(arrays, 8.0), 0)]))

@@ -14,7 +14,7 @@ from backends.base.interface import Batch
 from backends.losses import vocabulary_loss
 from backends.scripted import ScriptedBackend, ScriptedProgram
 from protocol.spec.sections.model import ArithmeticSpec
-from tests.backends.losses.test_vocabulary_loss import adapted
+from tests.backends.losses.test_vocabulary_loss import add_lora
 from tests.small_heads import bert, llama
 from tests.worker.shell.test_engine import SPEC
 from worker.shell import engine
@@ -67,7 +67,7 @@ def test_profile_lists_the_libraries_of_the_model_layers():
 
 def test_build_with_another_vocabulary_loss_has_another_profile(monkeypatch):
     """No probe is large enough to show the difference; a build without a version differs, too."""
-    model = adapted(llama())
+    model = add_lora(llama())
     expected = numerics_digest(loss_version(model), "p")
     assert expected == numerics_digest(loss_version(bert()), "p") != numerics_digest({}, "p")
     monkeypatch.setattr(vocabulary_loss, "VERSION", vocabulary_loss.VERSION + "0")
