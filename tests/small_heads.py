@@ -114,7 +114,7 @@ def texts_with_teacher(vocabulary: int = VOCABULARY) -> Batch:
 
 def distillation_loss(vocabulary: int = VOCABULARY) -> DistillationLoss:
     """Return the loss of a student whose teacher has six tokens fewer."""
-    return DistillationLoss(0.7, 2.0, vocabulary - 6, has_tail=True, is_drawn=False)
+    return DistillationLoss(0.7, 2.0, vocabulary - 6, has_tail=True, is_sampled=False)
 
 
 TOKEN_LOSS = partial(token_loss, options={})

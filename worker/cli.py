@@ -17,9 +17,7 @@ from typer.core import TyperGroup
 from protocol import __version__
 from protocol.base.address import parse_address
 from protocol.base.device_name import parse_devices
-from protocol.base.errors import (
-    UsageError,
-)
+from protocol.base.errors import UsageError
 from protocol.base.fields import Duty
 from protocol.cli.command_line import (
     check_options_follow,
@@ -228,7 +226,7 @@ def serve(
     if end_with_stdin:
         end_with_standard_input("worker")
     backend, selection = parse_devices(backend, gpus)
-    duty_kind = _parse_duty(duty)
+    parsed_duty = _parse_duty(duty)
     from worker.join.credentials import WorkerCredentials
     from worker.main import WorkerOptions, main
 
@@ -236,7 +234,7 @@ def serve(
     credentials = WorkerCredentials(token_file, plaintext=plaintext)
     options = WorkerOptions(
         address, coordinator_name, name or _host_name(), backend, retry_for,
-        selection, processes, trace, quiet, credentials, duty_kind, shard, address_file,
+        selection, processes, trace, quiet, credentials, parsed_duty, shard, address_file,
     )  # fmt: skip
     _check_launch(shard=shard, has_script=has_script, options=options)
     if not has_script:
@@ -381,10 +379,9 @@ def data(
     colored = False
     for line in view(load_run_spec(run, overrides or ()), samples):
         # Tokens with loss may continue over several lines.
-        pieces = re.split(f"([{OPEN}{CLOSE}])", line)
-        for piece in pieces:
-            colored = piece == OPEN or (colored and piece != CLOSE)
-            typer.secho(piece, nl=False, fg="green" if colored or piece == CLOSE else None)
+        for segment in re.split(f"([{OPEN}{CLOSE}])", line):
+            colored = segment == OPEN or (colored and segment != CLOSE)
+            typer.secho(segment, nl=False, fg="green" if colored or segment == CLOSE else None)
         typer.echo()
 
 
@@ -395,10 +392,10 @@ for command in (results_cli.classify, results_cli.generate, results_cli.merge, r
 def _parse_coordinator(
     coordinator: str, address_file: Path | None
 ) -> tuple[tuple[str, int] | None, str]:
-    """Return the coordinator's address and its name; one of them or both are empty.
+    """Return the coordinator's address, or None, and its name, which may be empty.
 
-    They come from --coordinator, else from MASTER_ADDR and MASTER_PORT; with an address file,
-    neither is set.
+    --coordinator is an address or a name. Without it, the address is MASTER_ADDR and MASTER_PORT,
+    but not under torchrun. Both results are empty with an address file.
     """
     if address_file is not None:
         if coordinator:

@@ -68,9 +68,9 @@ class DeviceProcess:
         if isinstance(event, events.DeviceFailed) and _needs_new_process(event.error):
             self._pipe.send(["gone", str(event.error)])
             os._exit(ExitCode.FAILED)
-        self._pipe.send(self._reports.pack(replace_non_finite(event, self._shared_copy)))
+        self._pipe.send(self._reports.pack(replace_non_finite(event, self._copy_to_shared_memory)))
 
-    def _shared_copy(self, values: Array) -> Array | None:
+    def _copy_to_shared_memory(self, values: Array) -> Array | None:
         """Copy a sum to shared memory; return None if a value is not finite.
 
         The worker frees the copy.
@@ -83,7 +83,7 @@ class DeviceProcess:
         return None
 
     def report_progress(self, text: str) -> None:
-        """Report the progress of the preparation of a task to the worker."""
+        """Send the worker the progress of the task's preparation."""
         self._pipe.send(["preparing", text])
 
     def say(self, text: str) -> None:
@@ -133,8 +133,8 @@ def main(
 
 def _needs_new_process(error: Exception) -> bool:
     """Return whether a new process may be able to use the device again."""
-    would_repeat = isinstance(error, DeviceOutOfMemory | SubnormalsFlushed)
-    return isinstance(error, DeviceError) and not would_repeat
+    will_recur = isinstance(error, DeviceOutOfMemory | SubnormalsFlushed)
+    return isinstance(error, DeviceError) and not will_recur
 
 
 def _run_with_timeout(seconds: float, work: Callable[[], object]) -> None:

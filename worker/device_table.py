@@ -55,14 +55,14 @@ def without_swap(memory: Memory) -> int:
 
 
 def device_lines(devices: Sequence[DeviceInfo]) -> Iterator[str]:
-    """Yield a line for each device, and below a usable one the base sizes that fit."""
+    """Yield a line for each device; a usable device has a second line with the base sizes."""
     for info in devices:
         memory_bytes = memory_of(info) if info.usable else info.memory_bytes
         memory = f", {byte_size(memory_bytes)}" if memory_bytes else ""
         memory += " free" if memory_bytes and not info.memory_bytes else ""
-        verdict = "usable" if info.usable else f"not usable: {info.reason}"
-        verdict += " (software: used only with --backend vulkan)" if info.software else ""
-        yield f"{info.backend} {info.index}: {info.name}{memory}: {verdict}"
+        state = "usable" if info.usable else f"not usable: {info.reason}"
+        state += " (software: used only with --backend vulkan)" if info.software else ""
+        yield f"{info.backend} {info.index}: {info.name}{memory}: {state}"
         if info.usable and memory_bytes:
             sizes = _format_parameters(base_parameters(memory_bytes))
             yield f"  fits with LoRA: a base of about {sizes}"

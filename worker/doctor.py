@@ -1,6 +1,6 @@
 """`worker doctor`: check for common problems of the machine and of the connection.
 
-It changes nothing on this machine or at the coordinator.
+The checks do not change this machine or the coordinator.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from protocol.cli import doctor as machine_checks
 from protocol.cli.doctor import Finding, failure, ok, warning
 from protocol.machine.cache_directory import cache_directory
 from protocol.machine.secret_file import state_home
-from worker.join.address import HERE, find_in_file, has_listener
+from worker.join.address import LOCAL_COORDINATOR, find_in_file, has_listener
 from worker.join.credentials import WorkerCredentials, key_fault
 from worker.join.trial_join import trial_join
 
@@ -32,7 +32,7 @@ _NOT_FOUND: Final = "networks that drop multicast (many wireless ones) need the 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """The options with which the worker is started.
+    """The options of the worker to check.
 
     Attributes:
         coordinator: Host and port; None to search for a coordinator.
@@ -96,7 +96,7 @@ def _check_directories() -> Iterator[Finding]:
 
 
 def _check_keys() -> Iterator[Finding]:
-    """Check that keys issued by coordinators are private and undamaged."""
+    """Check that the keys that coordinators issued are private and undamaged."""
     files = sorted((state_home() / "worker").glob("*.key"))
     faults: list[str] = []
     for file in files:
@@ -130,13 +130,13 @@ def _find_coordinator(
     plan: WorkerPlan, credentials: WorkerCredentials
 ) -> Generator[Finding, None, tuple[str, int] | None]:
     """Search for the coordinator like a worker without an address; return its address."""
-    if not plan.coordinator_name and has_listener(*HERE):
+    if not plan.coordinator_name and has_listener(*LOCAL_COORDINATOR):
         yield ok("coordinator", "no address was given; one may be on this machine")
-        return HERE
+        return LOCAL_COORDINATOR
     from worker.join.discovery import find_coordinator  # noqa: PLC0415 -- 0.1 s, and rarely needed
 
     def has_credentials(certificate: str) -> bool:
-        return credentials.is_for(bytes.fromhex(certificate), plan.name)
+        return credentials.has_secret_for(bytes.fromhex(certificate), plan.name)
 
     lines: list[str] = []
     try:

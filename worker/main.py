@@ -24,7 +24,7 @@ from protocol.machine.event_loop import LoopWatch, new_event_loop
 from protocol.machine.presence import Presence
 from protocol.machine.secret_file import state_home
 from protocol.machine.trace import Tracer
-from worker.join.address import HERE, find_in_file, has_listener
+from worker.join.address import LOCAL_COORDINATOR, find_in_file, has_listener
 from worker.join.credentials import WorkerCredentials
 from worker.local_device import LocalDevice
 from worker.shell.client import Client, FindAgain, Target
@@ -42,14 +42,18 @@ class WorkerOptions:
     """The validated command line of one worker process.
 
     Attributes:
-        address: The coordinator's host and port; None to search for it.
+        address: The coordinator's host and port; None to search for a coordinator.
         coordinator: The coordinator's name for the search; empty for any.
-        address_file: File in which the coordinator publishes its address; None without one.
         name: This worker's name.
+        backend: Value of --backend, without a device's number.
+        retry_for_s: How long to search and to reconnect before the worker exits.
         devices: Numbers or parts of names of devices; empty for the first device.
         processes: Number of device processes, if more than devices.
+        trace: File for a Chrome trace; None without one.
+        quiet: Whether to print only problems.
         duty: Whether to train or only to evaluate.
         shard: Whether to shard a frozen base over the ranks of torchrun.
+        address_file: File in which the coordinator publishes its address; None without one.
     """
 
     address: tuple[str, int] | None
@@ -192,11 +196,11 @@ def find_coordinator(options: WorkerOptions, print_line: Callable[[str], None]) 
 
 
 async def _search(options: WorkerOptions, print_line: Callable[[str], None]) -> tuple[str, int]:
-    """Return the coordinator's address; search the network only if none is on this machine."""
+    """Return the coordinator's address: from the file, on this machine, or else on the network."""
     if options.address_file is not None:
         return await find_in_file(options.address_file, options.retry_for_s, print_line)
-    if not options.coordinator and has_listener(*HERE):
-        return HERE
+    if not options.coordinator and has_listener(*LOCAL_COORDINATOR):
+        return LOCAL_COORDINATOR
     return await _search_network(options, options.retry_for_s, print_line)
 
 
@@ -215,7 +219,7 @@ async def _search_network(
     from worker.join.discovery import find_coordinator  # noqa: PLC0415 -- 0.1 s, and rarely needed
 
     def has_credentials(certificate: str) -> bool:
-        return options.credentials.is_for(bytes.fromhex(certificate), options.name)
+        return options.credentials.has_secret_for(bytes.fromhex(certificate), options.name)
 
     return await find_coordinator(options.coordinator, has_credentials, retry_for_s, print_line)
 
@@ -238,8 +242,8 @@ def _devices(
 ) -> LocalDevice | DeviceSet:
     """Return one device in this process, or several in separate processes."""
     selection: list[int | str | None] = [*options.devices] or [None]
-    kind = "cpu" if options.backend == "cpu" else "gpu"
-    names = [f"{kind}{device}".replace(" ", "-") for device in options.devices]
+    prefix = "cpu" if options.backend == "cpu" else "gpu"
+    names = [f"{prefix}{device}".replace(" ", "-") for device in options.devices]
     if options.processes > len(names):
         names = [f"{options.name}-{number}" for number in range(options.processes)]
     if len(names) < 2:

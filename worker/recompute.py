@@ -2,8 +2,9 @@
 
 An audit starts `worker recompute` and uses its standard input and output. It sends a line of JSON
 with the run, and receives an empty document once the task is built. Then it sends for each step a
-line with the step's number and the parameters before it, and receives a line with the loss and the
-averages. Parameters and averages are flat float32, block after block.
+line with the step's number and loss scale, followed by the parameters before the step, and receives
+a line with the loss, followed by the averages. Parameters and averages are flat float32, block
+after block.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ from worker.logic.events import (
 from worker.shell.engine import Engine
 
 E = TypeVar("E")
-_RUN: Final = "recomputed"
+_RUN_ID: Final = "recomputed"
 
 
 class StepRecomputer:
-    """Recompute every microbatch of a step with a worker's engine.
+    """Recompute the averages of steps with a worker's engine.
 
     Args:
         spec: The run spec, with canonical arithmetic.
@@ -59,7 +60,7 @@ class StepRecomputer:
         self._spec = spec
         self._events: SimpleQueue[Event | GroupReport] = SimpleQueue()
         self._engine = Engine(LocalDevice("cpu", None, lambda _: None), self._events.put)
-        self._engine.do(act.Build(_RUN, spec, keep_state=False))
+        self._engine.do(act.Build(_RUN_ID, spec, keep_state=False))
         self._manifest: Manifest = self._next_event(Built).manifest
         if self._manifest.digest() != manifest_digest:
             raise Mismatch(
@@ -75,7 +76,12 @@ class StepRecomputer:
     def step(
         self, number: int, loss_scale: float, parameters: list[Array]
     ) -> tuple[float, list[Array]]:
-        """Return the loss of a step from these parameters, and its averages by block.
+        """Return a step's mean loss, and its averaged gradients by block.
+
+        Args:
+            number: The step's number.
+            loss_scale: The loss scale (float16); 1 in other runs.
+            parameters: By block, the parameters before the step.
 
         Raises:
             SamestepError: The step cannot be computed on this machine.
@@ -127,13 +133,13 @@ class StepRecomputer:
         for chunk in chunks:
             values = block_sum.values[block.chunk_slice(chunk)]
             if isinstance(
-                reducer.put(chunk, _RUN, block_sum.subtree, block_sum.weight, values), NonFinite
+                reducer.put(chunk, _RUN_ID, block_sum.subtree, block_sum.weight, values), NonFinite
             ):
                 raise RunFailed(
                     f"step {block_sum.step_id.step}: block {block.name!r} recomputed is not finite"
                 )
 
-    def _next_event(self, kind: type[E]) -> E:
+    def _next_event(self, event_class: type[E]) -> E:
         event = self._events.get()
         if isinstance(event, BuildFailed):
             raise event.error
@@ -145,7 +151,7 @@ class StepRecomputer:
                 f"expected a run whose files are all on this machine, got a run that fetches "
                 f"{event.names[0]}; such a run cannot be recomputed"
             )
-        assert isinstance(event, kind), event
+        assert isinstance(event, event_class), event
         return event
 
 

@@ -94,7 +94,7 @@ def generate(
     top_p: Annotated[
         float,
         typer.Option(
-            help="Draw only from the likeliest tokens that together have this probability."
+            help="Sample only from the likeliest tokens that together have this probability."
         ),
     ] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
@@ -108,9 +108,9 @@ def generate(
 ) -> None:
     """Generate text with a language model, with its chat template if it has one."""
     if not 0 < top_p <= 1:
-        raise UsageError(f"--top-p: expected a share above 0 and at most 1, got {top_p}")
+        raise UsageError(f"--top-p: expected a probability above 0 and at most 1, got {top_p}")
     if top_p < 1 and temperature == 0:
-        raise UsageError("--top-p: expected --temperature above 0, got 0, which draws no token")
+        raise UsageError("--top-p: expected --temperature above 0, got 0, which samples no token")
     from worker.results.generate import Sampling, generate, prompt_tokens, source_tokens
     from worker.results.load import is_seq2seq, load
     from worker.results.saved_model import find
@@ -134,8 +134,8 @@ def generate(
         else prompt_tokens(loaded_model.tokenizer, prompt, system)
     )
     sampling = Sampling(temperature, top_p, seed, max_tokens)
-    for piece in generate(loaded_model.model, loaded_model.tokenizer, tokens, sampling):
-        typer.echo(piece, nl=False)
+    for text in generate(loaded_model.model, loaded_model.tokenizer, tokens, sampling):
+        typer.echo(text, nl=False)
     typer.echo()
 
 
@@ -173,7 +173,7 @@ def classify(
             pairs = zip(prediction.text, prediction.labels, strict=True)
             typer.echo(" ".join(word if tag == "O" else f"{word}/{tag}" for word, tag in pairs))
         elif prediction.is_value:
-            typer.echo(f"{plain_number(prediction.value)}  {' | '.join(prediction.text)}")
+            typer.echo(f"{format_value(prediction.value)}  {' | '.join(prediction.text)}")
         else:
             labels = ", ".join(
                 f"{name} {prediction.scores[name]:.3f}" for name in prediction.labels
@@ -181,11 +181,11 @@ def classify(
             typer.echo(f"{labels or '-'}  {' | '.join(prediction.text)}")
 
 
-def plain_number(value: float) -> str:
+def format_value(value: float) -> str:
     """Format a number with six digits, without an exponent in a common range."""
     text = f"{value:.6g}"
-    readable = 1e-4 <= abs(value) < 1e12
-    return f"{Decimal(text):f}" if readable else text
+    has_common_size = 1e-4 <= abs(value) < 1e12
+    return f"{Decimal(text):f}" if has_common_size else text
 
 
 def _document(prediction: Prediction) -> dict[str, Any]:

@@ -304,7 +304,7 @@ class ComputesCoupledLoss(Protocol):
     def step_loss(self, rows: NDArray[np.uint8], seed: int) -> StepLoss:
         """Compute the loss of a step and its gradients, from the rows of all its samples."""
 
-    def take_embedded(self) -> list[NDArray[np.uint8]]:
+    def take_embeddings(self) -> list[NDArray[np.uint8]]:
         """Return the rows of the microbatches that `gradients` has computed since the last call."""
 
 

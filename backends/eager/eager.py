@@ -268,7 +268,7 @@ class EagerProgram(HostSummedProgram):
         """See `backends.base.interface.ComputesCoupledLoss`."""
         return self._thread.submit(self._step_loss, rows, seed).result()
 
-    def take_embedded(self) -> list[Rows]:
+    def take_embeddings(self) -> list[Rows]:
         """See `backends.base.interface.ComputesCoupledLoss`."""
         embedded, self._embedded = self._embedded, []
         return embedded

@@ -366,7 +366,7 @@ class VulkanProgram:
         outputs = [None if output is None else next(results) for output in placed_plan.plan.outputs]
         return coupled.step_loss(outputs, samples, self._weights.tables)
 
-    def take_embedded(self) -> list[Rows]:
+    def take_embeddings(self) -> list[Rows]:
         """See `backends.base.interface.ComputesCoupledLoss`."""
         embedded, self._embedded = self._embedded, []
         return embedded

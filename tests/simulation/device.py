@@ -147,7 +147,7 @@ class SimulatedDevice:
         assert self._job is not None
         return self._job.step_loss(rows)
 
-    def take_embedded(self) -> list[Rows]:
+    def take_embeddings(self) -> list[Rows]:
         rows, self._embedding_rows = self._embedding_rows, []
         return rows
 

@@ -169,7 +169,7 @@ def test_port_without_a_listener_is_a_failure():
 
 def test_unanswered_connection_is_a_failure(monkeypatch):
     """A listener with a full queue stops fixed_answer_server, like a dropping filter."""
-    monkeypatch.setattr("worker.join.trial_join._PATIENCE_S", 0.3)
+    monkeypatch.setattr("worker.join.trial_join._TIMEOUT_S", 0.3)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket())
         listener.bind(("127.0.0.1", 0))
@@ -185,7 +185,7 @@ def test_unanswered_connection_is_a_failure(monkeypatch):
 
 
 def test_undelivered_large_message_is_a_failure(monkeypatch):
-    monkeypatch.setattr("worker.join.trial_join._LARGE_PATIENCE_S", 0.1)
+    monkeypatch.setattr("worker.join.trial_join._LARGE_TIMEOUT_S", 0.1)
     monkeypatch.setattr("worker.join.trial_join._POLL_INTERVAL_S", 0.02)
     near_end, far_end = socket.socketpair()
     with near_end, far_end:
@@ -201,7 +201,7 @@ def test_undelivered_large_message_is_a_failure(monkeypatch):
 @pytest.mark.slow
 def test_path_that_drops_large_packets_is_a_failure(tmp_path, monkeypatch, samestep_home):
     """Small messages pass: a worker would join, but never receive the state."""
-    monkeypatch.setattr("worker.join.trial_join._LARGE_PATIENCE_S", 0.5)
+    monkeypatch.setattr("worker.join.trial_join._LARGE_TIMEOUT_S", 0.5)
     spec = tmp_path / "run.yaml"
     spec.write_text("task: scripted\nsteps: 3\nbatch: {samples: 4, microbatch: 1}\n")
     with network("a", "b", subnet="10.8.4") as hosts:
@@ -298,7 +298,7 @@ async def test_key_is_valid_until_its_revocation(tmp_path, samestep_home):
         credentials = WorkerCredentials(
             None, environment={"SAMESTEP_HOME": str(samestep_home / "there")}
         )
-        credentials.remember(coordinator.fingerprint, "w", coordinator.enrol("w"))
+        credentials.store_key(coordinator.fingerprint, "w", coordinator.enrol("w"))
         line = (await asyncio.to_thread(join_findings, *address))[-1]
         assert (line.outcome, "its key fits" in line.observation) == ("ok", True)
         coordinator.revoke("w")

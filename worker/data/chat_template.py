@@ -6,7 +6,7 @@ rendered text in one of three ways, each of which is checked against the whole t
 1. by the marks `{% generation %}` of a template that has them;
 2. by rendering the conversation up to each answer, if each text is a prefix of the next;
 3. otherwise, for templates that drop the reasoning of earlier turns, by rendering the conversation
-   with another answer in place of this one: the difference is the answer.
+   with a placeholder instead of the answer: the difference is the answer.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _REASONING_ENDS: Final = "</think>"
 _PLACEHOLDER: Final = "zqxv0"
 
 LossMask = NDArray[np.bool_]
-Loss = Literal["assistant", "last", "all"]
+LossScope = Literal["assistant", "last", "all"]
 """Which tokens have loss: see `data.loss`."""
 
 
@@ -70,7 +70,7 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, tokenizer: Any, source: str | None, *, loss: Loss, suggest_all: bool = True
+        self, tokenizer: Any, source: str | None, *, loss: LossScope, suggest_all: bool = True
     ) -> None:
         if source is not None:
             tokenizer.chat_template = source
@@ -100,7 +100,7 @@ class ChatTemplate:
                 assistant's answers cannot be located.
         """
         full_text = self._render_conversation(conversation)
-        self._check_nothing_is_dropped(conversation, full_text)
+        self._check_completeness(conversation, full_text)
         answers = [n for n, m in enumerate(conversation.messages) if m.role == "assistant"]
         has_loss = [conversation.messages[number].trained for number in answers]
         if self._loss == "all":
@@ -147,7 +147,7 @@ class ChatTemplate:
                 conversation, conversation.messages
             )  # raises the first error
 
-    def _check_nothing_is_dropped(self, conversation: Conversation, full_text: str) -> None:
+    def _check_completeness(self, conversation: Conversation, full_text: str) -> None:
         """Check that the rendered conversation contains the tools and each message.
 
         Once for each sequence of roles, this is also checked with unlikely words as messages,
@@ -156,7 +156,7 @@ class ChatTemplate:
         Raises:
             DataError: A tool or message is missing.
         """
-        _check_nothing_is_missing(conversation, full_text)
+        _check_messages_present(conversation, full_text)
         shape = tuple((m.role, len(m.tool_calls)) for m in conversation.messages)
         if shape not in self._checked_roles:
             placeholders = tuple(
@@ -171,7 +171,7 @@ class ChatTemplate:
                 text = self._render_messages(placeholder_conversation, placeholders)
             except DataError:
                 return  # a template may require certain words
-            _check_nothing_is_missing(placeholder_conversation, text)
+            _check_messages_present(placeholder_conversation, text)
 
     def encode(self, rendered: Sequence[RenderedConversation]) -> Iterator[tuple[Tokens, LossMask]]:
         """Yield the tokens of each conversation, and which of them have loss.
@@ -181,7 +181,7 @@ class ChatTemplate:
         """
         for lo in range(0, len(rendered), _ENCODING_BATCH):
             batch = rendered[lo : lo + _ENCODING_BATCH]
-            parts = [
+            prefix_texts = [
                 [
                     entry.text[:edge]
                     for edge in {edge: None for span in entry.spans for edge in span}
@@ -189,11 +189,13 @@ class ChatTemplate:
                 for entry in batch
             ]
             ids = iter(self._encode_texts([entry.text for entry in batch]))
-            prefixes = iter(self._encode_texts([text for texts in parts for text in texts]))
-            for entry, texts in zip(batch, parts, strict=True):
+            prefixes = iter(self._encode_texts([text for texts in prefix_texts for text in texts]))
+            for entry, texts in zip(batch, prefix_texts, strict=True):
                 tokens = next(ids)
                 ends = {
-                    len(text): self._tokens_before(entry.text, len(text), tokens, next(prefixes))
+                    len(text): self._count_tokens_before(
+                        entry.text, len(text), tokens, next(prefixes)
+                    )
                     for text in texts
                 }
                 loss_mask = np.zeros(len(tokens), np.bool_)
@@ -201,11 +203,11 @@ class ChatTemplate:
                     loss_mask[ends[start] : ends[end]] = True
                 yield tokens, loss_mask
 
-    def _tokens_before(self, text: str, position: int, tokens: Tokens, prefix: Tokens) -> int:
-        """Return how many tokens of a text end before or at a character.
+    def _count_tokens_before(self, text: str, position: int, tokens: Tokens, prefix: Tokens) -> int:
+        """Return how many tokens of a text end at or before a character position.
 
-        Usually the tokens of the text up to there, `prefix`, are a prefix of all tokens. If a token
-        overlaps the position, the tokenizer's offsets are used.
+        Usually `prefix`, the tokens of the text up to the position, is a prefix of all tokens. If a
+        token overlaps the position, the tokenizer's offsets are used.
 
         Raises:
             DataError: The tokenizer has no offsets.
@@ -236,11 +238,11 @@ class ChatTemplate:
         marked_text = self._render_messages(
             conversation, conversation.messages, template=self._template_with_marks
         )
-        spans, offset = [], 0
-        head, *pieces = marked_text.split(_BEGIN)
+        spans = []
+        head, *segments = marked_text.split(_BEGIN)
         offset = len(head)
-        for piece in pieces:
-            answer, end, tail = piece.partition(_END)
+        for segment in segments:
+            answer, end, tail = segment.partition(_END)
             spans.append((offset, offset + len(answer)))
             offset += len(answer) + len(tail)
             if not end or not answer or _END in tail:
@@ -329,7 +331,7 @@ class ChatTemplate:
         prompt: bool = False,
         template: str | None = None,
     ) -> str:
-        """Render messages; with `prompt`, also the beginning of the next answer."""
+        """Render messages; `prompt`: also render the beginning of the next answer."""
         as_text = self._arguments_as_text
         try:
             rendered = self._tokenizer.apply_chat_template(
@@ -346,7 +348,7 @@ class ChatTemplate:
         return str(rendered)
 
 
-def _check_nothing_is_missing(conversation: Conversation, text: str) -> None:
+def _check_messages_present(conversation: Conversation, text: str) -> None:
     rendered_text = without_spaces(text)
     for tool in conversation.tools:
         if message_end(rendered_text, str(tool["function"]["name"])) < 0:

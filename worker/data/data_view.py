@@ -37,7 +37,7 @@ OPEN, CLOSE = (
     ("\N{MATHEMATICAL RIGHT WHITE SQUARE BRACKET}"),
 )
 _CLASSES_SHOWN: Final = 20
-"""Number of the most common classes, and of the rarest, that are shown."""
+"""Number of classes shown at each end of the list: the most common and the rarest."""
 _NAME_WIDTH: Final = 40
 _LARGE_VALUE: Final = 10
 _UNESCAPED_CHARACTERS: Final = {"\n", "\t"}
@@ -47,7 +47,7 @@ Sample = tuple[Tokens, LossMask]
 
 
 def data_lines(spec: ModelRun, samples: int) -> Iterator[str]:
-    """Yield samples of the training data, drawn with the seed, then statistics of all samples.
+    """Yield random samples of the training data, by the seed, then statistics of all samples.
 
     Raises:
         DataError: The data cannot be used.
@@ -137,7 +137,7 @@ def _labels_of(target: Any, names: Sequence[str]) -> list[str]:
 
 
 def _class_table(targets: NDArray[Any], data: LabeledTexts) -> Iterator[str]:
-    """Yield samples per class, most common first; of many classes only the first and the last."""
+    """Yield samples per class, most common first; skip the middle of a long list."""
     if not data.names:
         return
     one_hot = targets if targets.ndim > 1 else np.eye(len(data.names))[targets]
@@ -181,8 +181,8 @@ def _pair_lines(spec: DpoRun, samples: int) -> Iterator[str]:
             yield ""
     yield from _legend_lines(samples)
     for part, numbers in (("training", data.train), ("held-out", data.held_out)):
-        for side, answer in enumerate(("chosen", "rejected")):
-            answers = (data.pairs.pair(number)[side] for number in numbers.tolist())
+        for index, answer in enumerate(("chosen", "rejected")):
+            answers = (data.pairs.pair(number)[index] for number in numbers.tolist())
             yield from _length_lines(f"{part} pairs, {answer}", answers)
     yield from _note_lines(data.notes)
 
@@ -209,7 +209,7 @@ def _text_group_lines(spec: EmbedRun, samples: int) -> Iterator[str]:
 
 def with_brackets(tokenizer: Any, tokens: Tokens, loss_mask: LossMask) -> str:
     """Return the text of a sample, tokens with loss in brackets, control characters escaped."""
-    pieces = []
+    segments = []
     for has_loss, run in groupby(zip(tokens.tolist(), loss_mask.tolist(), strict=True), _has_loss):
         text = tokenizer.decode(
             [token for token, _ in run],
@@ -219,8 +219,8 @@ def with_brackets(tokenizer: Any, tokens: Tokens, loss_mask: LossMask) -> str:
         printable = "".join(
             c if c.isprintable() or c in _UNESCAPED_CHARACTERS else repr(c)[1:-1] for c in text
         )
-        pieces.append(f"{OPEN}{printable}{CLOSE}" if has_loss else printable)
-    return "".join(pieces)
+        segments.append(f"{OPEN}{printable}{CLOSE}" if has_loss else printable)
+    return "".join(segments)
 
 
 def _has_loss(token: tuple[int, bool]) -> bool:
@@ -258,10 +258,12 @@ def _token_count_lines(name: str, lengths: NDArray[np.int64]) -> Iterator[str]:
     if not len(lengths):
         return
     ranked = np.sort(lengths)
-    points = [int(ranked[round(share * (len(ranked) - 1))]) for share in (0.0, 0.5, 0.9, 1.0)]
+    least, median, ninth_decile, most = (
+        int(ranked[round(fraction * (len(ranked) - 1))]) for fraction in (0.0, 0.5, 0.9, 1.0)
+    )
     yield (
-        f"{name}: {len(ranked)}; tokens of each: min {points[0]}, median {points[1]}, 90% at "
-        f"most {points[2]}, max {points[3]}"
+        f"{name}: {len(ranked)}; tokens of each: min {least}, median {median}, 90% at most "
+        f"{ninth_decile}, max {most}"
     )
 
 

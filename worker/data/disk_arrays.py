@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from typing import Any, Final, overload
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -12,9 +12,11 @@ from numpy.typing import DTypeLike, NDArray
 from protocol.datasets.disk_texts import DiskFile
 from protocol.exact.digest import StreamedArray
 
+_CHUNK_ELEMENTS: Final = 1 << 18
+
 
 class DiskArrays(Sequence[NDArray[Any]]):
-    """Flat arrays, in the order of `append`.
+    """A sequence of flat arrays, in the order of `append`.
 
     Args:
         stored_dtype: The dtype on disk, little-endian.
@@ -52,9 +54,9 @@ class DiskArrays(Sequence[NDArray[Any]]):
         return ends[1:] - ends[:-1]
 
     @property
-    def highest(self) -> int:
+    def max_element(self) -> int:
         """Return the largest element; there must be at least one."""
-        return max(int(piece.max()) for piece in self.pieces())
+        return max(int(chunk.max()) for chunk in self.chunks())
 
     @property
     def starts(self) -> NDArray[np.int64]:
@@ -68,11 +70,10 @@ class DiskArrays(Sequence[NDArray[Any]]):
             self._read_dtype
         )
 
-    def pieces(self) -> Iterator[NDArray[Any]]:
-        """Yield all elements in pieces."""
-        step = 1 << 18
-        for lo in range(0, self.elements, step):
-            yield self.read(lo, min(lo + step, self.elements))
+    def chunks(self) -> Iterator[NDArray[Any]]:
+        """Yield all elements, at most `_CHUNK_ELEMENTS` at a time."""
+        for lo in range(0, self.elements, _CHUNK_ELEMENTS):
+            yield self.read(lo, min(lo + _CHUNK_ELEMENTS, self.elements))
 
     @overload
     def __getitem__(self, number: int) -> NDArray[Any]: ...
@@ -86,7 +87,7 @@ class DiskArrays(Sequence[NDArray[Any]]):
 
 
 def concatenate(stores: Sequence[DiskArrays]) -> StreamedArray:
-    """Return the concatenation of several stores, as an int64 stream for a digest."""
+    """Return the concatenated arrays of several stores, as an int64 stream for a digest."""
     elements = sum(store.elements for store in stores)
-    pieces = (piece.astype(np.int64) for store in stores for piece in store.pieces())
-    return StreamedArray(np.dtype(np.int64), (elements,), pieces)
+    chunks = (chunk.astype(np.int64) for store in stores for chunk in store.chunks())
+    return StreamedArray(np.dtype(np.int64), (elements,), chunks)

@@ -32,9 +32,9 @@ from worker.models.tokens import Tokens, encode_each
 WINDOW_CHARACTERS: Final = 1 << 20
 """A document of at most this size is encoded in one call, which takes a few hundred MiB."""
 _OVERLAP_DIVISOR: Final = 16
-"""A window overlaps the next one by this fraction of its characters. A quarter of the overlap,
-16,384 characters, is farther than tokenizers look ahead except in repetitive text (BERT: a word of
-100 characters)."""
+"""A window overlaps the next one by its number of characters divided by this. A quarter of the
+overlap, 16,384 characters, is farther than tokenizers look ahead except in repetitive text (BERT: a
+word of 100 characters)."""
 
 
 class _Window(NamedTuple):
@@ -58,7 +58,7 @@ class _Window(NamedTuple):
         return _Window(self.ids[rows], self.starts[rows], self.ends[rows], self.begins_word[rows])
 
     def equals(self, window: _Window) -> bool:
-        """Return whether both have the same tokens at the same offsets."""
+        """Return whether both windows have the same tokens at the same offsets."""
         return all(np.array_equal(a, b) for a, b in zip(self, window, strict=True))
 
 
@@ -145,7 +145,7 @@ def encode_text(
     read: Callable[[int, int], str],
     window: int = WINDOW_CHARACTERS,
 ) -> Iterator[tuple[Tokens, NDArray[np.int64]]]:
-    """Yield the tokens of a text in pieces, each with the characters at which its tokens begin.
+    """Yield the tokens of a text window by window, with the character at which each token begins.
 
     The tokens are those of one call without special tokens.
 

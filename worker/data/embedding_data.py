@@ -28,8 +28,8 @@ from worker.data.language_data import (
 from worker.models.tokens import Tokens, encode_cut, load_tokenizer, sampling_stride, unknown_in
 
 PADDING_TOKENS: Final = 16
-"""Batch widths are a multiple of this, to balance the number of shapes against padding."""
-Rows = NDArray[np.int64]
+"""Batch widths are a multiple of this, or `max_tokens`: few shapes, and little padding."""
+Int64Array = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class EmbeddingData:
 
     Attributes:
         tokenizer: The model's tokenizer.
-        texts: Tokens of each text.
+        texts: Tokens of each distinct text.
         rows: Indices of each row's texts, (rows, 2 + negatives): anchor, positive, negatives.
         train: Indices of the training rows.
         held_out: Indices of the evaluation rows.
@@ -50,15 +50,15 @@ class EmbeddingData:
 
     tokenizer: Any
     texts: DiskArrays
-    rows: Rows
-    train: Rows
-    held_out: Rows
+    rows: Int64Array
+    train: Int64Array
+    held_out: Int64Array
     padding: int
     max_tokens: int
     digests: Mapping[str, str]
     notes: Mapping[str, int]
 
-    def batch(self, row_indices: Rows) -> Batch:
+    def batch(self, row_indices: Int64Array) -> Batch:
         """Build a batch of these rows; its weight is their number.
 
         All arrays are int64: `anchor_ids` and `anchor_mask`, (samples, tokens), `passage_ids` and
@@ -80,7 +80,7 @@ class EmbeddingData:
         }
         return Batch(arrays, float(len(rows)))
 
-    def _pad(self, text_indices: Rows) -> tuple[Rows, Rows]:
+    def _pad(self, text_indices: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return the tokens of texts, padded on the right, and their mask; both (texts, tokens)."""
         texts: list[Tokens] = [self.texts[number] for number in text_indices.tolist()]
         longest = max((len(tokens) for tokens in texts), default=1)
@@ -149,7 +149,9 @@ def read_embedding_data(spec: EmbedRun) -> EmbeddingData:
     )
 
 
-def _no_tokens_error(text: str, number: int, rows: Rows, groups: Iterator[TextGroup]) -> DataError:
+def _no_tokens_error(
+    text: str, number: int, rows: Int64Array, groups: Iterator[TextGroup]
+) -> DataError:
     """Return the error for a text without tokens."""
     row = int(np.nonzero((rows == number).any(axis=1))[0][0])
     location = next(islice(groups, row, None)).location
@@ -159,7 +161,7 @@ def _no_tokens_error(text: str, number: int, rows: Rows, groups: Iterator[TextGr
     )
 
 
-def _first_equal_texts(texts: DiskArrays) -> Rows:
+def _first_equal_texts(texts: DiskArrays) -> Int64Array:
     """Return for each text the index of the first text with the same tokens, (texts,).
 
     Texts that differ only beyond `max_tokens`, or only in characters that the tokenizer drops, are
@@ -181,7 +183,7 @@ class _TextTable:
         self._indices: dict[bytes, int] = {}
 
     def indices_of(self, row: TextGroup) -> list[int]:
-        """Return the indices of a row's texts; new texts are added."""
+        """Return the indices of a row's texts; add those that are new."""
         return [self._index_of(text) for text in (row.anchor, *row.passages)]
 
     def _index_of(self, text: str) -> int:

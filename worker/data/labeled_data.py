@@ -29,7 +29,7 @@ from worker.data.language_data import bad_rows_note, count_overlap, digest_disk_
 from worker.models.tokens import Tokens, encode_cut, load_tokenizer, sampling_stride, unknown_in
 
 PADDING_TOKENS: Final = 16
-"""Batch widths are a multiple of this, to balance the number of shapes against padding."""
+"""Batch widths are a multiple of this, or `max_tokens`: few shapes, and little padding."""
 _PAIRS_PER_CALL: Final = 256
 
 
@@ -46,8 +46,8 @@ class LabeledSamples:
 
     Attributes:
         tokens: Tokens of each text.
-        types: For each token, the text of the pair to which it belongs; None if the model does not
-            use it.
+        types: For each token, the text of the pair to which it belongs (0 or 1); None if the
+            tokenizer does not report it.
         targets: Target of each text, in the format of a batch.
         weights: Weight of each class, float32; None without class weights.
         padding: The padding token.
@@ -64,9 +64,9 @@ class LabeledSamples:
     def batch(self, rows: NDArray[np.int64]) -> Batch:
         """Build a batch of these texts."""
         texts = [self.tokens[row] for row in rows]
-        arrays = pad(texts, self.padding, self.max_tokens)
+        arrays = pad_texts(texts, self.padding, self.max_tokens)
         if self.types is not None:
-            types = pad([self.types[row] for row in rows], 0, self.max_tokens)
+            types = pad_texts([self.types[row] for row in rows], 0, self.max_tokens)
             arrays["token_type_ids"] = types["input_ids"]
         targets = self.targets[rows]
         arrays["labels"] = targets
@@ -106,7 +106,7 @@ class LabeledTexts(holdout.SplitData):
     Attributes:
         samples: Training and evaluation samples.
         names: Names of the classes, by number; empty for regression.
-        sampling: How an epoch draws training samples by class; None for each sample once.
+        sampling: How an epoch samples the training data by class; None for each sample once.
         scale: Scale of regression targets: value = target * deviation + mean.
     """
 
@@ -261,8 +261,12 @@ def _split(
     return [*range(count)], [*range(count, count + len(validation.texts))]
 
 
-def pad(texts: Sequence[Tokens], padding: int, max_tokens: int) -> dict[str, NDArray[Any]]:
-    """Return input_ids and attention_mask, padded to the longest text."""
+def pad_texts(texts: Sequence[Tokens], padding: int, max_tokens: int) -> dict[str, NDArray[Any]]:
+    """Return input_ids and attention_mask, (texts, tokens) int64, padded on the right.
+
+    The width is that of the longest text, rounded up to a multiple of `PADDING_TOKENS`, at most
+    `max_tokens`.
+    """
     longest = max((len(text) for text in texts), default=1)
     width = min(-(-longest // PADDING_TOKENS) * PADDING_TOKENS, max_tokens)
     ids = np.full((len(texts), width), padding, np.int64)
@@ -285,7 +289,7 @@ def class_weights(
         names: Names of the classes, by number.
 
     Raises:
-        DataError: A class has no training sample.
+        DataError: The setting is `balanced`, and a class has no training sample.
     """
     if setting is None:
         return None
@@ -349,7 +353,7 @@ def data_digest(data: LabeledText) -> str:
 
 
 def _document(data: LabeledText) -> Iterator[str]:
-    """Yield the JSON in pieces, as `json.dumps` writes it in ASCII."""
+    """Yield the parts of the JSON, as `json.dumps` writes it in ASCII."""
     yield "[["
     for number, text in enumerate(data.texts):
         yield ", " * (number > 0) + json.dumps(text)

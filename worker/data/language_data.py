@@ -3,7 +3,8 @@
 Documents of running text are concatenated, each with the tokenizer's begin token before and its end
 token after it, and cut into samples of `data.max_tokens` tokens. Every token except the first and
 the begin tokens is predicted once per epoch. A conversation is one sample: the text that the
-tokenizer's chat template renders, truncated to `data.max_tokens`.
+tokenizer's chat template renders, truncated to `data.max_tokens`. With `data.packing`, a sample has
+several documents or conversations; see `packing`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ from worker.models.tokens import (
 _CONVERSATIONS_PER_CALL: Final = 256
 """Number of conversations that are tokenized in one call."""
 _PADDING_TOKENS: Final = 16
-"""Batch widths of conversations are a multiple of this, to balance shapes against padding."""
+"""Batch widths of conversations are a multiple of this, or `data.max_tokens`: few shapes, and
+little padding."""
 
 
 class Samples(Protocol):
@@ -62,7 +64,7 @@ class Samples(Protocol):
         """Build a batch of input_ids and labels, (samples, tokens).
 
         A label is the token after its input, or `IGNORED_LABEL`. The weight is the number of
-        labels.
+        labels without those that are ignored.
         """
         ...
 
@@ -80,7 +82,7 @@ class LanguageData:
             samples.
         train: The training samples.
         held_out: The evaluation samples.
-        highest: The largest token id.
+        max_token: The largest token id.
         digests: Digests of the data, its tokens and the loss mask, for the manifest.
         notes: Counts by name, for the manifest's `notes`.
     """
@@ -88,7 +90,7 @@ class LanguageData:
     tokenizer: Any
     train: Samples
     held_out: Samples
-    highest: int
+    max_token: int
     digests: Mapping[str, str]
     notes: Mapping[str, int]
 
@@ -130,7 +132,7 @@ def _read_running_text(spec: ModelRun, data: DataSpec, fraction: float) -> Langu
         tokenizer=tokenizer,
         train=train_samples,
         held_out=held_out_samples,
-        highest=max(store.highest for store in stores),
+        max_token=max(store.max_element for store in stores),
         digests={
             "tokenizer": digest_disk_arrays(stores, [s.elements for s in stores], len(tokenizer)),
             "data": documents_digest(documents),
@@ -151,7 +153,7 @@ def _read_running_text(spec: ModelRun, data: DataSpec, fraction: float) -> Langu
 def _split(
     corpus: TextCorpus, validation: TextCorpus | None, seed: int, fraction: float
 ) -> list[tuple[TextCorpus, Sequence[int]]]:
-    """Return the training and evaluation documents, from separate files or a split of one."""
+    """Return the training and the evaluation documents: each has a file, or one file is split."""
     if validation is not None:
         return [(part, range(len(part.documents))) for part in (corpus, validation)]
     return [(corpus, numbers) for numbers in holdout.split(corpus.documents, seed, fraction)]
@@ -228,7 +230,7 @@ def count_overlap(train: Iterable[str], validation: Sequence[str]) -> dict[str, 
 
 
 class HasBadRows(Protocol):
-    """The content of a file of rows."""
+    """The content of a file, with its number of skipped rows."""
 
     @property
     def bad_rows(self) -> int:
@@ -274,33 +276,35 @@ def _read_conversations(
     template = ChatTemplate(tokenizer, data.chat_template, loss=data.loss)
     ends = answer_ends(tokenizer)
     pad_to = data.max_tokens if is_fixed_width else _PADDING_TOKENS
-    bad_rows = BadRows(skip=data.skip_bad_rows)
-    options: dict[str, Any] = {
-        "should_sort": data.group_by_length, "ends": ends, "bad_rows": bad_rows,
-    }  # fmt: skip
-    turns = [
-        Turns.encode(template, (source[n] for n in part), data.max_tokens, pad_to, **options)
-        for source, part in splits
+    options: dict[str, Any] = {"should_sort": data.group_by_length, "ends": ends}
+    options["bad_rows"] = bad_rows = BadRows(skip=data.skip_bad_rows)
+    encoded_splits = [
+        ConversationSamples.encode(
+            template, (source[n] for n in numbers), data.max_tokens, pad_to, **options
+        )
+        for source, numbers in splits
     ]
     bad_rows.report()
-    if not len(turns[0]):
-        raise _no_answer_error(data, max(part.longest for part in turns))
-    _refuse_answers_without_end(tokenizer, turns[0], ends)
-    lengths = [int(length) for part in turns for length in part.tokens.lengths]
+    if not len(encoded_splits[0]):
+        raise _no_answer_error(data, max(split.longest for split in encoded_splits))
+    _refuse_answers_without_end(tokenizer, encoded_splits[0], ends)
+    tokens, loss_masks = zip(*((s.tokens, s.loss_masks) for s in encoded_splits), strict=True)
+    lengths = [int(length) for arrays in tokens for length in arrays.lengths]
     samples: list[Samples] = [
-        PackedSamples.of(part, data.max_tokens, spec.seed) if data.packing else part
-        for part in turns
+        PackedSamples.of(split, data.max_tokens, spec.seed) if data.packing else split
+        for split in encoded_splits
     ]
     validation_documents = None if validation is None else validation.documents
-    sampling_interval = sampling_stride(sum(1 for _ in training_texts()))
+    stride = sampling_stride(sum(1 for _ in training_texts()))
+    sampled_texts = islice(training_texts(), 0, None, stride)
     return LanguageData(
         tokenizer=tokenizer,
         train=samples[0],
         held_out=samples[1],
-        highest=max(part.tokens.highest for part in turns if len(part)),
+        max_token=max(arrays.max_element for arrays in tokens if len(arrays)),
         digests={
-            "tokenizer": digest_disk_arrays([p.tokens for p in turns], lengths, len(tokenizer)),
-            "counted_tokens": digest_disk_arrays([p.loss_masks for p in turns], lengths, 0),
+            "tokenizer": digest_disk_arrays(tokens, lengths, len(tokenizer)),
+            "counted_tokens": digest_disk_arrays(loss_masks, lengths, 0),
             "data": documents_digest(rows.documents),
             **_validation_digest(validation_documents),
         },
@@ -308,10 +312,8 @@ def _read_conversations(
             "conversations": len(rows),
             "duplicates_removed": rows.duplicates,
             **bad_rows_note(rows, validation, refused=bad_rows.count),
-            **_turns_notes(*turns),
-            "unknown_tokens_per_thousand": unknown_in(
-                tokenizer, islice(training_texts(), 0, None, sampling_interval)
-            ),
+            **_conversation_notes(*encoded_splits),
+            "unknown_tokens_per_thousand": unknown_in(tokenizer, sampled_texts),
             **_overlap_note(rows.documents, validation_documents),
             **_packed_notes(samples[0]),
         },
@@ -319,7 +321,10 @@ def _read_conversations(
 
 
 def _no_answer_error(data: DataSpec, longest: int) -> DataError:
-    """Return the error that no conversation has a token with loss; `longest` is in tokens."""
+    """Return the error for data in which no conversation has a token with loss.
+
+    `longest` is the number of tokens of the longest conversation.
+    """
     if longest <= data.max_tokens:
         return DataError(
             f"expected conversations in {data.train!r} with an answer that has loss, found none: "
@@ -332,29 +337,33 @@ def _no_answer_error(data: DataSpec, longest: int) -> DataError:
     )
 
 
-def _refuse_answers_without_end(tokenizer: Any, turns: Turns, ends: frozenset[int]) -> None:
+def _refuse_answers_without_end(
+    tokenizer: Any, samples: ConversationSamples, ends: frozenset[int]
+) -> None:
     """Check that the model learns to end its answers, as generation stops only at end tokens.
 
     Raises:
         DataError: No token that ends an answer has loss anywhere.
     """
-    if turns.ended_answers or turns.truncated == len(turns):
+    if samples.ended_answers or samples.truncated == len(samples):
         return
     names = ", ".join(repr(tokenizer.decode([token])) for token in sorted(ends)) or "no token"
     raise DataError(
-        f"expected answers that end with a stop token, got {len(turns)} conversations without one: "
-        f"generation stops at {names}, and no answer trains that token; write it after each answer "
-        "in the chat template, inside {% generation %} where that is used: --set "
+        f"expected answers that end with a stop token, got {len(samples)} conversations without "
+        f"one: generation stops at {names}, and no answer trains that token; write it after each "
+        "answer in the chat template, inside {% generation %} where that is used: --set "
         "data.chat_template=JINJA"
     )
 
 
-def _turns_notes(train: Turns, held_out: Turns) -> dict[str, int]:
+def _conversation_notes(
+    train: ConversationSamples, held_out: ConversationSamples
+) -> dict[str, int]:
     return {
         "conversations_truncated": train.truncated + held_out.truncated,
         "left_out_as_no_answer_fits": train.left_out + held_out.left_out,
         "train_tokens": train.tokens.elements,
-        "train_tokens_with_loss": sum(int(piece.sum()) for piece in train.loss_masks.pieces()),
+        "train_tokens_with_loss": sum(int(chunk.sum()) for chunk in train.loss_masks.chunks()),
     }
 
 
@@ -395,6 +404,11 @@ class CutDocuments:
     """Documents as pieces to pack; a long document becomes several pieces.
 
     Each token of a document except the first is predicted once.
+
+    Attributes:
+        stream: The documents.
+        starts: Offset of each piece in the stream, in tokens.
+        lengths: Number of input tokens of each piece.
     """
 
     stream: TextStream
@@ -425,7 +439,7 @@ class CutDocuments:
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class ConversationSamples:
     """Conversations as tokens; a batch is padded on the right with zeros and `IGNORED_LABEL`.
 
     Padding comes last, so no token with loss attends to it.
@@ -463,8 +477,11 @@ class Turns:
         bad_rows: BadRows,
         should_sort: bool = False,
         ends: Collection[int] = (),
-    ) -> Turns:
-        """Render, tokenize and truncate; conversations that the template refuses are bad rows."""
+    ) -> ConversationSamples:
+        """Render, tokenize and truncate conversations.
+
+        Those that the template refuses are added to `bad_rows`.
+        """
         tokens, loss_masks = DiskArrays("<u4", np.int64), DiskArrays(np.uint8, np.bool_)
         truncated = longest = count = ended_answers = 0
         end_tokens = np.array(sorted(ends), np.int64)
@@ -485,7 +502,7 @@ class Turns:
         if should_sort:
             order = np.argsort(tokens.lengths, kind="stable")
         left_out = count - len(tokens)
-        return Turns(
+        return ConversationSamples(
             tokens, loss_masks, order, length, pad_to, truncated, left_out, longest, ended_answers
         )
 
@@ -547,7 +564,7 @@ def documents_digest(documents: Sequence[str]) -> str:
 
 
 def digest_disk_arrays(arrays: Sequence[DiskArrays], lengths: Sequence[int], padding: int) -> str:
-    """Return the digest of arrays; for tokens, it is independent of the tokenizer's file format."""
+    """Return the digest of arrays; for tokens, the tokenizer's file format does not affect it."""
     return digest_arrays({
         "lengths": np.array(lengths, np.int64),
         "ids": concatenate(arrays),

@@ -26,6 +26,7 @@ from worker.models.tokens import IGNORED_LABEL, Tokens
 _PROBE_TOKENS: Final = 8
 """Tokens of each of two documents that are used to test a model's isolation of documents."""
 _TOLERANCE: Final = 1e-4
+"""Allowed difference of logits, relative to the largest one."""
 
 
 class Pieces(Protocol):
@@ -45,9 +46,8 @@ class Pieces(Protocol):
 def pack_pieces(lengths: NDArray[np.int64], capacity: int, seed: int) -> list[list[int]]:
     """Assign each piece to the sample with the least remaining room into which it fits.
 
-    This is best-fit decreasing; pieces of equal length are in an order drawn with the seed. It
-    needs at most about 11/9 of the smallest possible number of samples (Johnson 1974,
-    doi:10.1137/0203025).
+    This is best-fit decreasing; pieces of equal length are in a random order, by the seed. The
+    number of samples is at most about 11/9 of the minimum (Johnson 1974, doi:10.1137/0203025).
 
     Args:
         lengths: Lengths of the pieces, each at most `capacity`.
@@ -131,6 +131,7 @@ def check_packing(module: nn.Module, vocabulary: int, options: Mapping[str, Any]
     Raises:
         DataError: The model takes no position_ids, or lets documents attend to each other.
     """
+    # Multiples of a prime: different tokens, spread over the vocabulary.
     documents = torch.arange(2 * _PROBE_TOKENS).reshape(2, _PROBE_TOKENS) * 7919 % vocabulary
     positions = torch.arange(_PROBE_TOKENS).repeat(2)
     try:

@@ -37,11 +37,11 @@ from worker.models.tokens import (
 )
 
 _PADDING_TOKENS: Final = 16
-"""Batch widths are a multiple of this, to balance the number of shapes against padding."""
+"""Batch widths are a multiple of this, or `data.max_tokens`: few shapes, and little padding."""
 _PAIRS_PER_CALL: Final = 256
 """Number of pairs that are tokenized in one call."""
 
-Answer = tuple[Tokens, LossMask]
+EncodedConversation = tuple[Tokens, LossMask]
 """A conversation's tokens, and which of them belong to the last answer."""
 
 
@@ -68,7 +68,7 @@ def read_preference_data(spec: DpoRun) -> PreferenceData:
     template = ChatTemplate(tokenizer, data.chat_template, loss="last", suggest_all=False)
     pairs = EncodedPairs(data.max_tokens)
     documents = pairs.add(template, rows, data)
-    digests, notes = dict[str, str](), bad_rows_note(rows, refused=pairs.refused)
+    digests, notes = dict[str, str](), bad_rows_note(rows, refused=pairs.refused_rows)
     if data.validation is None:
         train, held_out = holdout.split(documents, spec.seed, data.holdout)
     else:
@@ -78,7 +78,7 @@ def read_preference_data(spec: DpoRun) -> PreferenceData:
         train, held_out = [*range(len(documents))], [*range(len(documents), len(pairs))]
         digests["validation"] = documents_digest(validation_rows.documents)
         notes = {
-            **bad_rows_note(rows, validation_rows, refused=pairs.refused),
+            **bad_rows_note(rows, validation_rows, refused=pairs.refused_rows),
             **count_overlap(documents, validation_documents),
         }
     sampled_rows = range(0, len(rows), sampling_stride(len(rows)))
@@ -95,8 +95,8 @@ def read_preference_data(spec: DpoRun) -> PreferenceData:
         notes={
             "pairs": len(rows),
             "duplicates_removed": rows.duplicates,
-            "pairs_truncated": pairs.truncated,
-            "left_out_as_no_answer_fits": pairs.left_out,
+            "pairs.truncated_pairs": pairs.truncated_pairs,
+            "left_out_as_no_answer_fits": pairs.left_out_pairs,
             "unknown_tokens_per_thousand": unknown_in(
                 tokenizer, (rows[n].chosen.messages[-1].content for n in sampled_rows)
             ),
@@ -110,14 +110,14 @@ class EncodedPairs:
 
     Attributes:
         length: `data.max_tokens`, to which conversations are truncated.
-        left_out: Number of pairs that were dropped because their answers begin too late.
-        refused: Number of rows that were skipped because the chat template refuses them.
+        left_out_pairs: Number of pairs that were dropped because their answers begin too late.
+        refused_rows: Number of rows that were skipped because the chat template refuses them.
     """
 
     def __init__(self, length: int) -> None:
         self.length = length
-        self.left_out = 0
-        self.refused = 0
+        self.left_out_pairs = 0
+        self.refused_rows = 0
         # For each pair the chosen conversation, then the rejected one; not truncated.
         self._tokens = DiskArrays("<u4", np.int64)
         self._loss_masks = DiskArrays(np.uint8, np.bool_)
@@ -143,20 +143,20 @@ class EncodedPairs:
                     self._tokens.append(ids)
                     self._loss_masks.append(loss_mask)
         bad_rows.report()
-        self.refused += bad_rows.count
+        self.refused_rows += bad_rows.count
         if not numbers:
             raise DataError(
                 f"expected pairs in {data.train!r} whose first data.max_tokens = {self.length} "
                 "tokens reach both answers, found none; raise that limit: --set "
                 f"data.max_tokens={longest}"
             )
-        self.left_out += len(rows) - len(numbers) - bad_rows.count
+        self.left_out_pairs += len(rows) - len(numbers) - bad_rows.count
         return SelectedTexts(rows.documents, numbers)
 
     def __len__(self) -> int:
         return len(self._tokens) // 2
 
-    def pair(self, number: int) -> tuple[Answer, Answer]:
+    def pair(self, number: int) -> tuple[EncodedConversation, EncodedConversation]:
         """Return the chosen and the rejected conversation, each at most `length` tokens."""
         chosen_answer, rejected_answer = (
             (self._tokens[index][: self.length], self._loss_masks[index][: self.length])
@@ -165,15 +165,15 @@ class EncodedPairs:
         return chosen_answer, rejected_answer
 
     @property
-    def truncated(self) -> int:
+    def truncated_pairs(self) -> int:
         """Return the number of truncated pairs."""
         is_longer = self._tokens.lengths.reshape(-1, 2) > self.length
         return int(is_longer.any(axis=1).sum())
 
     @property
-    def highest(self) -> int:
+    def max_token(self) -> int:
         """Return the largest token id."""
-        return self._tokens.highest
+        return self._tokens.max_element
 
     def digests(self, padding: int) -> dict[str, str]:
         """Return the digests of tokens and loss masks."""
@@ -184,22 +184,27 @@ class EncodedPairs:
         }
 
     def batch(self, rows: NDArray[np.int64]) -> Batch:
-        """Build a batch of these pairs; its weight is their number."""
+        """Build a batch of input_ids and labels, (pairs, 2, tokens), int64.
+
+        The chosen conversation of a pair comes first. Only the last answers have labels; all other
+        labels are `IGNORED_LABEL`. The weight is the number of pairs.
+        """
         pairs = [self.pair(row) for row in rows.tolist()]
         longest = max((len(ids) for pair in pairs for ids, _ in pair), default=2) - 1
         width = min(-(-longest // _PADDING_TOKENS) * _PADDING_TOKENS, self.length)
         inputs = np.zeros((len(pairs), 2, width), np.int64)
         labels = np.full((len(pairs), 2, width), IGNORED_LABEL, np.int64)
         for row, pair in enumerate(pairs):
-            for side, (ids, loss_mask) in enumerate(pair):
-                inputs[row, side, : len(ids) - 1] = ids[:-1]
-                labels[row, side, : len(ids) - 1] = np.where(loss_mask[1:], ids[1:], IGNORED_LABEL)
+            for index, (ids, loss_mask) in enumerate(pair):
+                length = len(ids) - 1
+                inputs[row, index, :length] = ids[:-1]
+                labels[row, index, :length] = np.where(loss_mask[1:], ids[1:], IGNORED_LABEL)
         return Batch({"input_ids": inputs, "labels": labels}, float(len(pairs)))
 
 
 def _encode_rows(
     template: ChatTemplate, rows: DistinctRows[PreferencePair], bad_rows: BadRows
-) -> Iterator[tuple[int, tuple[Answer, Answer]]]:
+) -> Iterator[tuple[int, tuple[EncodedConversation, EncodedConversation]]]:
     """Yield the number of each pair and both conversations, whose last answers have loss."""
 
     def render(
@@ -209,8 +214,10 @@ def _encode_rows(
 
     rendered = bad_rows.apply(enumerate(rows), render)
     while batch := [*islice(rendered, _PAIRS_PER_CALL)]:
-        sides = (template.encode([texts[side] for _, texts in batch]) for side in (0, 1))
-        for ((number, pair), _), chosen_answer, rejected_answer in zip(batch, *sides, strict=True):
+        encodings = (template.encode([texts[index] for _, texts in batch]) for index in (0, 1))
+        for ((number, pair), _), chosen_answer, rejected_answer in zip(
+            batch, *encodings, strict=True
+        ):
             if np.array_equal(chosen_answer[0], rejected_answer[0]):
                 bad_rows.add(_equal_answers_error(pair))
             else:

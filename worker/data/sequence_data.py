@@ -32,7 +32,7 @@ from worker.data.language_data import (
 from worker.models.tokens import IGNORED_LABEL, Tokens, load_tokenizer, sampling_stride, unknown_in
 
 _PADDING_TOKENS: Final = 16
-"""Batch widths are a multiple of this, to balance the number of shapes against padding."""
+"""Batch widths are a multiple of this, or `max_tokens`: few shapes, and little padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +41,8 @@ class SequenceData(holdout.SplitData):
 
     Attributes:
         inputs: Input tokens of each row.
-        labels: For tags, the label of each token that begins a word, and `IGNORED_LABEL` for
-            others. For pairs, the tokens of the target with the end token.
+        labels: For tags, the tag's number at each token that begins a word, and `IGNORED_LABEL` at
+            other tokens. For pairs, the tokens of the target with its special tokens.
         padding: The padding token.
         max_tokens: Maximum width of a batch.
         names: Names of the tags, by number; empty for pairs.
@@ -57,8 +57,8 @@ class SequenceData(holdout.SplitData):
     def batch(self, rows: NDArray[np.int64]) -> Batch:
         """Build a batch of input_ids, attention_mask and labels, int64, padded on the right.
 
-        labels are as wide as input_ids for tags, and as wide as the longest target for pairs. The
-        weight is the number of labels.
+        labels are as wide as input_ids for tags, and have the width of the longest target for
+        pairs. The weight is the number of labels without `IGNORED_LABEL`.
         """
         inputs = [self.inputs[row] for row in rows]
         labels = [self.labels[row] for row in rows]
@@ -75,9 +75,9 @@ class SequenceData(holdout.SplitData):
         return min(-(-longest // _PADDING_TOKENS) * _PADDING_TOKENS, self.max_tokens)
 
     @property
-    def highest(self) -> int:
+    def max_token(self) -> int:
         """The largest input token or padding token."""
-        return max(self.padding, self.inputs.highest)
+        return max(self.padding, self.inputs.max_element)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,8 @@ from protocol.datasets.capture_index import CaptureIndex, read_index
 from protocol.datasets.logits_file import LogitsFile, Records, record_dtype
 
 _GROUPS_IN_MEMORY: Final = 4
-"""A microbatch may end in the next row group, and evaluation reads other row
-groups between microbatches."""
+"""A microbatch may end in the next row group, and evaluation reads other row groups between
+microbatches."""
 
 
 class CapturedSamples:

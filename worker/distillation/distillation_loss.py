@@ -1,8 +1,9 @@
 """The distillation loss: divergence from a teacher and cross-entropy, summed over tokens.
 
 All tokens that a capture leaves out form one outcome, the tail: at T = 4 it has most of the
-probability, so ignoring it would teach another distribution. The divergence includes the teacher's
-entropy, a constant, so that it is zero where student and teacher agree.
+probability, so a loss without it teaches another distribution. The divergence includes the
+teacher's entropy, a constant, so that it is zero where student and teacher agree. If the capture
+sampled the teacher's tokens, there is neither tail nor entropy.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ class DistillationLoss:
     """The loss of a run.
 
     Attributes:
-        alpha: Share of the divergence in the loss.
+        alpha: Weight of the divergence; the cross-entropy has the weight 1 - alpha.
         temperature: Temperature of both distributions in the divergence.
         vocabulary: Size of the teacher's vocabulary; later logits of the student are ignored.
         has_tail: Whether the capture leaves out tokens.
-        is_drawn: Whether the teacher's tokens were drawn. The divergence is then the cross-entropy
-            against them, without the teacher's entropy.
+        is_sampled: Whether the capture sampled the teacher's tokens. The divergence is then the
+            cross-entropy against them, without the teacher's entropy.
     """
 
     alpha: float
     temperature: float
     vocabulary: int
     has_tail: bool
-    is_drawn: bool
+    is_sampled: bool
 
     @staticmethod
     def of(spec: DistilSpec, layout: CaptureLayout) -> DistillationLoss:
@@ -106,8 +107,8 @@ class DistillationLoss:
         return torch.where(is_predicted, token_losses, torch.zeros_like(token_losses)).sum()
 
     def _logs(self, teacher: torch.Tensor) -> torch.Tensor:
-        """Return logarithms of probabilities, finite at zero; zeros for drawn tokens."""
-        return torch.zeros_like(teacher) if self.is_drawn else teacher.clamp(min=_TINY).log()
+        """Return logarithms of probabilities, finite at zero; zeros for sampled tokens."""
+        return torch.zeros_like(teacher) if self.is_sampled else teacher.clamp(min=_TINY).log()
 
 
 def teacher_arrays(
@@ -122,17 +123,16 @@ def teacher_arrays(
     ids = records["topk_ids"].astype(np.int64)
     if layout.drawn:
         zeros = np.zeros(ids.shape[:2], np.float32)
-        shares = np.full(ids.shape, 1 / layout.top_k, np.float32)
-        return {"teacher_ids": ids, "teacher": shares, "teacher_tail": zeros}
+        probabilities = np.full(ids.shape, 1 / layout.top_k, np.float32)
+        return {"teacher_ids": ids, "teacher": probabilities, "teacher_tail": zeros}
     lse = records["lse_1" if temperature == 1.0 else "lse_T"].astype(np.float64)
     logs = records["topk_logits"].astype(np.float64) / temperature - lse[..., None]
     sums = np.exp(logs).sum(-1)
     # With float16 logits the sum may exceed one; without a tail it must be one.
     logs -= np.log(sums if layout.top_k == layout.vocabulary else np.maximum(sums, 1))[..., None]
-    probabilities = np.exp(logs)
     tail = np.clip(1.0 - sums, 0.0, None) * (layout.top_k < layout.vocabulary)
     return {
         "teacher_ids": ids,
-        "teacher": probabilities.astype(np.float32),
+        "teacher": np.exp(logs).astype(np.float32),
         "teacher_tail": tail.astype(np.float32),
     }

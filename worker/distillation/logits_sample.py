@@ -36,7 +36,7 @@ def sample_lines(path: Path, samples: int, rows: int, tokens: int) -> Iterator[s
         _check_digest(path)
     file = LogitsFile(path)
     facts, layout = file.facts, file.facts.layout
-    selection = "drawn" if layout.drawn else "largest"
+    selection = "sampled" if layout.drawn else "largest"
     yield (
         f"{path.name}: {sum(file.row_groups)} samples in {len(file.row_groups)} row groups; of each"
         f" token the {layout.top_k} {selection} of {layout.vocabulary} logits, temperature "
@@ -79,8 +79,8 @@ def _format_row(
     token, next_token = int(record["input_ids"][row]), int(record["input_ids"][row + 1])
     ids = record["topk_ids"][row].astype(np.int64)
     probabilities = _probabilities(record, row)
-    best = sorted(set(zip((-probabilities).tolist(), ids.tolist(), strict=True)))[:tokens]
-    predictions = ", ".join(f"{token_text(id_)} {-negative:.3f}" for negative, id_ in best)
+    likeliest = sorted(set(zip((-probabilities).tolist(), ids.tolist(), strict=True)))[:tokens]
+    predictions = ", ".join(f"{token_text(id_)} {-negative:.3f}" for negative, id_ in likeliest)
     tail = "" if layout.drawn else f"; all others {max(0.0, 1 - probabilities.sum()):.3f}"
     note = "" if record["loss_mask"][row] else " (no loss)"
     return (

@@ -15,7 +15,7 @@ from typing import Final
 from protocol.base.errors import SamestepError, Unreachable
 from protocol.wire.address_file import read_address_file
 
-HERE: Final = ("127.0.0.1", 9000)
+LOCAL_COORDINATOR: Final = ("127.0.0.1", 9000)
 """The default address of a coordinator on this machine."""
 _POLL_INTERVAL_S: Final = 0.5
 _REPORT_INTERVAL_S: Final = 10.0
@@ -32,21 +32,21 @@ async def find_in_file(
         print_line: Prints a line.
 
     Raises:
-        Unreachable: The file did not appear in time, or cannot be read.
+        Unreachable: The file did not appear in time, cannot be read, or has no address.
     """
-    since_s = time.monotonic()
-    next_report_s = since_s
+    start_s = time.monotonic()
+    next_report_s = start_s
     while True:
         problem = "there is no such file"
         try:
             if addresses := read_address_file(path):
                 by_host = {host: (host, port) for host, port in addresses.for_workers}
-                return by_host[nearest(by_host)]
+                return by_host[nearest_host(by_host)]
         except SamestepError as error:
             problem = str(error)
         except OSError as error:
             problem = error.strerror or str(error)
-        waited_s = time.monotonic() - since_s
+        waited_s = time.monotonic() - start_s
         if waited_s >= retry_for_s:
             raise Unreachable(
                 f"no coordinator in the address file {str(path)!r} for {retry_for_s:g} s: "
@@ -62,11 +62,11 @@ async def find_in_file(
         await asyncio.sleep(_POLL_INTERVAL_S)
 
 
-def nearest(hosts: Iterable[str]) -> str:
+def nearest_host(hosts: Iterable[str]) -> str:
     """Return the host whose address has the longest common prefix with this machine's address.
 
-    Addresses of this machine rank last, because bridges have the same address on every machine.
-    Host names rank last, too.
+    An address of this machine counts as one without a common prefix, because bridges have the same
+    address on every machine. Host names, and addresses without a route, rank last.
     """
     return max(hosts, key=_closeness)
 

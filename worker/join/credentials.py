@@ -32,7 +32,7 @@ _ADVICE: Final = (
 
 
 class WorkerCredentials:
-    """Selects the secret for the coordinator that answers at an address.
+    """Select the secret for the coordinator that answers at an address.
 
     Args:
         token_file: The user's `--token-file`; None to search the other sources listed above.
@@ -53,17 +53,17 @@ class WorkerCredentials:
         self.plaintext = plaintext
         home = state_home(environment)
         self._keys = home / "worker"
-        self._is_explicit, self._token = self._choose_source(token_file, home, environment)
+        self._is_explicit, self._read_token = self._choose_source(token_file, home, environment)
         self._last_token: JoinToken | None = None
         self._token_problem = ""
         self._last_keys: dict[Path, bytes] = {}
         self._refused_keys: set[Path] = set()
         self._last_key_file: Path | None = None
         if self._is_explicit:
-            self._last_token = self._token()
+            self._last_token = self._read_token()
 
     def secret(self, certificate: bytes | None, name: str) -> tuple[bytes, bool]:
-        """Return the secret for a connection, and whether it is this worker's key.
+        """Return the secret for a connection, and whether that is this worker's key.
 
         Args:
             certificate: The fingerprint of the server's certificate; None without TLS.
@@ -105,7 +105,7 @@ class WorkerCredentials:
             f"{_ADVICE}"
         )
 
-    def is_for(self, certificate: bytes, name: str) -> bool:
+    def has_secret_for(self, certificate: bytes, name: str) -> bool:
         """Return whether there is a token or a key for the coordinator with this certificate.
 
         Args:
@@ -121,7 +121,7 @@ class WorkerCredentials:
         is_in_token = token is not None and token.fingerprint == certificate
         return is_in_token or self._read_key(certificate, name) is not None
 
-    def remember(self, certificate: bytes | None, name: str, key: bytes) -> str:
+    def store_key(self, certificate: bytes | None, name: str, key: bytes) -> str:
         """Store the key that the coordinator issued; return a warning if that fails, else ''."""
         if not key or certificate is None:
             return ""
@@ -166,7 +166,7 @@ class WorkerCredentials:
         """
         self._token_problem = ""
         try:
-            self._last_token = self._token() or self._last_token
+            self._last_token = self._read_token() or self._last_token
         except UsageError as error:
             if self._last_token is None and self._is_explicit:
                 raise
@@ -177,7 +177,7 @@ class WorkerCredentials:
         """Report why a token file that the user did not name cannot be used.
 
         Raises:
-            NotAuthorized: The file cannot be used, and the worker has no key either.
+            NotAuthorized: The file cannot be used. Callers have found no key either.
         """
         if self._token_problem:
             raise NotAuthorized(f"this worker has no join token: {self._token_problem}")

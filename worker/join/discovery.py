@@ -1,7 +1,7 @@
 """Find a coordinator on this machine or its network, for a worker without an address.
 
-Discovery only yields an address and is not trusted: the join token determines which certificate is
-accepted there, and which of several coordinators is chosen.
+Discovery only yields an address and is not trusted: the worker's join token and keys determine
+which certificate is accepted there, and which of several coordinators is chosen.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZerocon
 from protocol.base.address import format_address
 from protocol.base.errors import MessageError, Unreachable, UsageError
 from protocol.wire.discovery import SERVICE, CoordinatorAnnouncement
-from worker.join.address import HERE, has_listener, nearest
+from worker.join.address import LOCAL_COORDINATOR, has_listener, nearest_host
 
 SETTLED_S: Final = 1.5
-"""All coordinators on a network have usually answered within this time (RFC 6762, 5.2 and 6)."""
+"""Within this time, all coordinators on a network have usually answered (RFC 6762, 5.2 and 6)."""
 _POLL_INTERVAL_S: Final = 0.5
 _REPORT_INTERVAL_S: Final = 10.0
 _RESOLVE_MS: Final = 3_000
@@ -48,19 +48,21 @@ async def find_coordinator(
         Unreachable: No coordinator was found.
         UsageError: Several were found, and the worker has credentials for none or several.
     """
-    since_s = time.monotonic()
-    next_report_s = since_s + SETTLED_S
+    start_s = time.monotonic()
+    next_report_s = start_s + SETTLED_S
     async with _Browser() as browser:
         while True:
             now_s = time.monotonic()
-            if not name and has_listener(*HERE):
-                return HERE
-            coordinator = choose([*browser.announcements.values()], name, has_credentials)
-            is_settled = now_s - since_s >= SETTLED_S
+            if not name and has_listener(*LOCAL_COORDINATOR):
+                return LOCAL_COORDINATOR
+            coordinator = choose_coordinator(
+                [*browser.announcements.values()], name, has_credentials
+            )
+            is_settled = now_s - start_s >= SETTLED_S
             if coordinator is not None and (
                 is_settled or name or has_credentials(coordinator.certificate)
             ):
-                address = nearest(map(str, coordinator.addresses))
+                address = nearest_host(map(str, coordinator.addresses))
                 print_line(
                     f"found coordinator {coordinator.name!r} at "
                     f"{format_address(address, coordinator.port)}"
@@ -68,21 +70,24 @@ async def find_coordinator(
                 return address, coordinator.port
             if is_settled and coordinator is None and browser.announcements and not name:
                 raise UsageError(_describe_several(browser.announcements.values()))
-            if is_settled and now_s - since_s >= retry_for_s:
+            if is_settled and now_s - start_s >= retry_for_s:
                 raise Unreachable(_describe_none(name, browser))
             if now_s >= next_report_s:
                 next_report_s = now_s + _REPORT_INTERVAL_S
-                left_s = max(retry_for_s - (now_s - since_s), 0)
+                left_s = max(retry_for_s - (now_s - start_s), 0)
                 print_line(
                     f"{_describe_none(name, browser)}; still looking, giving up in {left_s:.0f} s"
                 )
             await browser.wait(_POLL_INTERVAL_S)
 
 
-def choose(
+def choose_coordinator(
     candidates: list[CoordinatorAnnouncement], name: str, has_credentials: Callable[[str], bool]
 ) -> CoordinatorAnnouncement | None:
-    """Choose a coordinator: by name, else the only one, else the only one with our credentials."""
+    """Choose a coordinator: by name, else the only one, else the only one with credentials here.
+
+    Returns None if none or several are left.
+    """
     if name:
         return next((candidate for candidate in candidates if candidate.name == name), None)
     if len(candidates) > 1:
@@ -92,7 +97,7 @@ def choose(
 
 def _describe_several(coordinators: Iterable[CoordinatorAnnouncement]) -> str:
     listing = ", ".join(
-        f"{c.name} ({format_address(nearest(map(str, c.addresses)), c.port)})"
+        f"{c.name} ({format_address(nearest_host(map(str, c.addresses)), c.port)})"
         for c in sorted(coordinators, key=lambda c: c.name)
     )
     return f"found several coordinators: {listing}; choose one: worker --coordinator NAME"
@@ -111,8 +116,8 @@ def _describe_none(name: str, browser: _Browser) -> str:
             f"{names or 'none'}); give its address instead: worker --coordinator HOST:PORT"
         )
     return (
-        f"no coordinator at {HERE[0]}:{HERE[1]}, and none announces itself on the network; "
-        "give its address: worker --coordinator HOST:PORT"
+        f"no coordinator at {format_address(*LOCAL_COORDINATOR)}, and none announces itself on the "
+        "network; give its address: worker --coordinator HOST:PORT"
     )
 
 

@@ -1,7 +1,7 @@
-"""Test whether this worker could join, with a handshake that stops before the last message.
+"""Test whether this worker can join, with a handshake that stops before the worker's Proof.
 
-The coordinator authenticates itself first, with the secret that the worker would use. Its Challenge
-thus proves that both have the same secret, before the worker joins: no name is assigned, no key is
+The coordinator authenticates itself first, with the secret that the worker uses. Its Challenge thus
+proves that both have the same secret, before the worker joins: no name is assigned, no key is
 issued, and no run is affected.
 """
 
@@ -29,10 +29,10 @@ from protocol.wire.dial import Address, DialError
 from protocol.wire.messages import Challenge, Goodbye, Hello, Message
 from worker.join.credentials import WorkerCredentials
 
-_PATIENCE_S: Final = limits.HANDSHAKE_TIMEOUT_MS / 1000
+_TIMEOUT_S: Final = limits.HANDSHAKE_TIMEOUT_MS / 1000
 _LARGE_BYTES: Final = 4_096
 """More than two packets of Ethernet, which has an MTU of 1,500 bytes."""
-_LARGE_PATIENCE_S: Final = 2.0
+_LARGE_TIMEOUT_S: Final = 2.0
 """Enough for three retransmissions, and less than the coordinator's handshake timeout, after which
 it closes the connection as if it had read the message."""
 _POLL_INTERVAL_S: Final = 0.2
@@ -57,7 +57,7 @@ def trial_join(
         credentials: The worker's credentials.
     """
     try:
-        addresses = asyncio.run(dial.resolve(host, port, _PATIENCE_S))
+        addresses = asyncio.run(dial.resolve(host, port, _TIMEOUT_S))
     except DialError as error:
         yield failure(
             "address", error.observation,
@@ -65,10 +65,10 @@ def trial_join(
         )  # fmt: skip
         return
     yield _address_finding(host, [address.host for address in addresses])
-    findings = list(_attempt(addresses, name, credentials))
+    findings = list(_try_connection(addresses, name, credentials))
     # Like the worker itself: if the key was refused, try the token.
     if findings[-1].outcome == "failure" and credentials.try_token_next():
-        findings = list(_attempt(addresses, name, credentials))
+        findings = list(_try_connection(addresses, name, credentials))
     yield from findings
 
 
@@ -86,13 +86,13 @@ def _address_finding(host: str, addresses: list[str]) -> Finding:
     return ok("address", listing if host in addresses else f"{host} is {listing}")
 
 
-def _attempt(
+def _try_connection(
     addresses: list[Address], name: str, credentials: WorkerCredentials
 ) -> Iterator[Finding]:
-    """Try one connection: TCP, TLS, authentication of the coordinator."""
+    """Try one connection: TCP, TLS, and authentication of the coordinator."""
     start_s = time.perf_counter()
     try:
-        endpoint, address = asyncio.run(dial.connect_first(addresses, _PATIENCE_S))
+        endpoint, address = asyncio.run(dial.connect_first(addresses, _TIMEOUT_S))
     except DialError as error:
         advice = {"refused": _REFUSED_ADVICE, "no answer": _SILENCE_ADVICE}.get(
             error.cause, error.advice
@@ -102,7 +102,7 @@ def _attempt(
     coordinator, took_ms = str(address), (time.perf_counter() - start_s) * 1000
     yield ok("connection", f"{coordinator} answers after {took_ms:.1f} ms")
     with endpoint:
-        endpoint.settimeout(_PATIENCE_S)
+        endpoint.settimeout(_TIMEOUT_S)
         try:
             if credentials.plaintext:
                 yield from _check_secret(endpoint, coordinator, None, name, credentials)
@@ -118,7 +118,7 @@ def _attempt(
             yield _tls_failure(coordinator, error)
         except TimeoutError:
             yield failure(
-                "connection", f"{coordinator} is silent for {_PATIENCE_S:.0f} s", _TIMEOUT_ADVICE
+                "connection", f"{coordinator} is silent for {_TIMEOUT_S:.0f} s", _TIMEOUT_ADVICE
             )
         except OSError as error:
             yield failure(
@@ -156,12 +156,12 @@ def _check_secret(
     name: str,
     credentials: WorkerCredentials,
 ) -> Iterator[Finding]:
-    """Send Hello, and check that the Challenge proves the same secret.
+    """Send Hello, and check that the Challenge proves that both have the same secret.
 
-    If it does, test a large message too: see `_check_large_message`.
+    If it does, test a large message too; see `_check_large_message`.
 
     Raises:
-        OSError: The connection broke.
+        OSError: The connection is lost.
     """
     name = cut_text(name, 48)
     try:
@@ -180,8 +180,8 @@ def _check_secret(
         if isinstance(message, Challenge):
             answer(hello, message, fingerprint or NO_CERTIFICATE, secret)
             yield _check_large_message(endpoint, coordinator)
-            secret_kind = "its key" if enrolled else "the join token"
-            note = f"{secret_kind} fits, and both have protocol version {PROTOCOL_VERSION}"
+            secret_name = "its key" if enrolled else "the join token"
+            note = f"{secret_name} fits, and both have protocol version {PROTOCOL_VERSION}"
             yield ok("token", note)
             return
     except VersionMismatch as error:
@@ -207,7 +207,7 @@ def _check_large_message(endpoint: socket.socket, coordinator: str) -> Finding:
     goodbye = b"".join(encode(Goodbye(reason="doctor", retry=False, exit_code=0)).buffers)
     count = _LARGE_BYTES // len(goodbye) + 1
     message = goodbye * count
-    deadline_s = time.monotonic() + _LARGE_PATIENCE_S
+    deadline_s = time.monotonic() + _LARGE_TIMEOUT_S
     try:
         endpoint.sendall(message)
         endpoint.settimeout(_POLL_INTERVAL_S)
@@ -222,7 +222,7 @@ def _check_large_message(endpoint: socket.socket, coordinator: str) -> Finding:
     return failure(
         "large messages",
         f"small messages reach {coordinator}, but one of {len(message)} bytes does not within "
-        f"{_LARGE_PATIENCE_S:.0f} s: the path silently drops packets above its MTU",
+        f"{_LARGE_TIMEOUT_S:.0f} s: the path silently drops packets above its MTU",
         "lower the MTU on both machines (ip link set dev INTERFACE mtu 1280), have the kernel find "
         "it (sysctl -w net.ipv4.tcp_mtu_probing=1), or let ICMP through the firewalls in between",
     )
@@ -237,10 +237,10 @@ def _next_message(endpoint: socket.socket, connection: Connection) -> Message | 
     """Return the next message; None if the connection is closed first.
 
     Raises:
-        OSError: No message arrives in time.
+        OSError: The connection is lost, or no message arrives in time.
         ProtocolError: The received bytes are not a message.
     """
-    deadline_s = time.monotonic() + _PATIENCE_S
+    deadline_s = time.monotonic() + _TIMEOUT_S
     while time.monotonic() < deadline_s:
         data = endpoint.recv(4096)
         if not data:

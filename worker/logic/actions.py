@@ -39,7 +39,8 @@ class Build:
 
     Attributes:
         keep_state: Whether to keep the replica's state if it belongs to this run.
-        inputs: Digest of the list of files that the task reads; None without such a list.
+        inputs: Digest of the list of files that the task reads; None for files at the paths that
+            the run spec names.
     """
 
     run_id: str
@@ -71,7 +72,7 @@ class AbandonAttempt:
 
 @dataclass(frozen=True, slots=True)
 class Contribute:
-    """Send a block's sum over a subtree to the owners of its chunks; nobody changes `values`."""
+    """Send a block's sum over a subtree to the owners of its chunks; `values` must not change."""
 
     subtree: Subtree
     block: int
@@ -184,6 +185,8 @@ class Leave:
     """End the connection.
 
     Attributes:
+        retry: Whether the worker connects again.
+        exit_code: The process's exit code if it does not.
         is_failure: Whether this worker failed; the reason is then an error.
     """
 
@@ -222,7 +225,7 @@ class StoreChunk:
 
 @dataclass(frozen=True, slots=True)
 class Assemble:
-    """Link the files where the task reads them; all but the deferred ones are on this machine."""
+    """Link the files into the task's input directory; all but the deferred ones are present."""
 
     list_digest: str
     spec: RunSpec

@@ -4,8 +4,9 @@ Pure: inputs are the session's actions and the devices' reports; outputs are ord
 changes of the group's replica and events for the session. Subtrees are divided by measured speed,
 and sums of sibling subtrees are merged along the tree before they leave the machine, so the result
 does not depend on the number of devices. There is one replica, in shared memory: devices load its
-parameters after every change and, in runs that keep reading it, release it before the next one. A
-process that dies is restarted and loads the replica; the other devices take over its work.
+parameters after every change. A device that keeps reading the replica releases it before the next
+change. A process that dies is restarted and loads the replica; the other devices take over its
+work.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ class _Device:
         return sum(subtree.leaves for _, subtree in self.parts) + len(self.evaluations)
 
     def forget(self) -> None:
-        """Drop the device's work and task, for a new process or another run."""
+        """Drop the device's work and its answer to `Build`, for a new process or another run."""
         self.parts, self.blocked_parts, self.evaluations = [], set(), set()
         self.build = self.build_failure = None
 
@@ -209,7 +210,7 @@ class _Work:
         self.unlike_microbatches: set[int] = set()
 
     def _shift(self, part: Subtree) -> Subtree:
-        """Shift a part to the subtree's origin, where it is a subtree of a tree over its leaves."""
+        """Number a part's leaves from the subtree's first leaf."""
         return Subtree(part.lo - self.subtree.lo, part.hi - self.subtree.lo)
 
     def add_block(self, event: events.BlockSum) -> events.BlockSum | None:
@@ -420,10 +421,13 @@ class DeviceGroup:
         else:
             device.build = event
         device.replica_use = ReplicaUse.NONE  # the build detached the device; `_attach` follows
-        return self._advance() + self._settle()
+        return self._advance() + self._choose_devices()
 
-    def _settle(self) -> list[Output]:
-        """Once every device has answered `Build`, choose the devices that give the same bits."""
+    def _choose_devices(self) -> list[Output]:
+        """Once every device has answered `Build`, choose the devices that give the same bits.
+
+        Devices that answer later, after a restart, are admitted or left out one by one.
+        """
         if self._build is None or self._initial_device:
             return []
         if self._reference is not None:
@@ -436,8 +440,8 @@ class DeviceGroup:
             return self._report_build_failure()
         if fault := _task_mismatch([build for _, build in candidates]):
             return [Emit(events.BuildFailed(self._build.run_id, DataError(fault)))]
-        kinds = [_kind(build) for _, build in candidates]
-        name, self._reference = max(candidates, key=lambda item: kinds.count(_kind(item[1])))
+        keys = [_bits_key(build) for _, build in candidates]
+        name, self._reference = max(candidates, key=lambda item: keys.count(_bits_key(item[1])))
         has_state = self._replica_run_id == self._build.run_id and not self._is_loading
         if self._build.keep_state and has_state:
             return self._admit_all()
@@ -470,7 +474,7 @@ class DeviceGroup:
         failures = [
             d.build_failure for d in self._preparing_devices() if d.build_failure is not None
         ]
-        # A reason that holds on every device is more useful than a local one.
+        # A reason that applies to every device is more useful than one of a single device.
         return [Emit(min(failures, key=lambda event: event.is_local))] if failures else []
 
     def _admit(self, device: _Device) -> list[Output]:
@@ -480,7 +484,7 @@ class DeviceGroup:
             if device.build_failure is None:
                 return []
             return self._leave_out(device, str(device.build_failure.error))
-        if _kind(device.build) != _kind(self._reference):
+        if _bits_key(device.build) != _bits_key(self._reference):
             return self._leave_out(
                 device,
                 "expected the numerics profile of its siblings, got another "
@@ -554,11 +558,11 @@ class DeviceGroup:
             heapq.heapreplace(heap, (done_ms + max(pace_ms[name], 1e-3), number, name))
         outputs: list[Output] = []
         offset = 0
-        # The largest share first: it then starts at a large subtree and has few parts.
+        # The longest range first: few subtrees cover a range that starts at the subtree's start.
         for device in sorted(devices, key=lambda d: (-counts[d.name], d.number)):
-            share = leaves[offset : offset + counts[device.name]]
-            offset += len(share)
-            for part in cover(share, work.microbatches):
+            device_leaves = leaves[offset : offset + counts[device.name]]
+            offset += len(device_leaves)
+            for part in cover(device_leaves, work.microbatches):
                 device.parts.append((work.step_id, part))
                 compute = act.Compute(work.step_id, work.microbatches, part)
                 outputs.append(ToDevice(device.name, compute))
@@ -689,7 +693,7 @@ class DeviceGroup:
         return [Emit(report)] if self._work_for(device, report) else []
 
     def _elapsed_ms(self, work: _Work) -> float:
-        """Return the time that the subtree takes when all devices are equally busy."""
+        """Estimate the subtree's time from the devices' measured speeds, all of them busy."""
         rates = [
             1 / max(median(d.measured_ms), 1e-3) for d in self._active_devices() if d.measured_ms
         ]
@@ -763,10 +767,10 @@ class DeviceGroup:
         if not self._present_devices():
             return [Emit(events.DeviceFailed(error))]
         outputs = self._reassign(orphans, str(error), was_active=was_active)
-        return [*outputs, *self._settle()]
+        return [*outputs, *self._choose_devices()]
 
     def _take_back_work(self, device: _Device) -> list[act.Compute | act.Evaluate]:
-        """Take back all work that a device has not finished."""
+        """Remove and return all work that a device has not finished."""
         computes: list[act.Compute | act.Evaluate] = [
             act.Compute(step_id, work.microbatches, part)
             for step_id, part in device.parts
@@ -829,7 +833,7 @@ def _task_mismatch(builds: Sequence[events.Built]) -> str:
     return ""
 
 
-def _kind(build: events.Built) -> tuple[str, str]:
+def _bits_key(build: events.Built) -> tuple[str, str]:
     """Return a key that is equal for devices that give the same bits."""
     return build.manifest.digest(), build.numerics_profile
 

@@ -49,7 +49,7 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class BuildFailed:
-    """The task cannot be built here.
+    """The task cannot be built on this device.
 
     Attributes:
         is_local: Whether the task may work on another device or machine.
@@ -84,7 +84,7 @@ class BlockSum:
 
 @dataclass(frozen=True, slots=True)
 class NonFiniteSum:
-    """A device computed NaN or infinity, which is not summed: a sum would hide its origin."""
+    """A sum with NaN or infinity, which is reported instead of added: a total hides its origin."""
 
     step_id: StepId
     location: NonFinite
@@ -110,7 +110,7 @@ class MicrobatchRows:
 
 @dataclass(frozen=True, slots=True)
 class InnerPhaseStep:
-    """Progress of an inner phase: `inner` steps are done."""
+    """Progress of an inner phase: it has taken `inner` steps."""
 
     step_id: StepId
     subtree: Subtree
@@ -231,7 +231,7 @@ class DeviceFailed:
 
 @dataclass(frozen=True, slots=True)
 class DevicesLost:
-    """Every device of the group has lost the run's state, so the worker must join again."""
+    """No device of the group computes any more, so the worker must join again."""
 
     reason: str
 

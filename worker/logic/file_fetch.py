@@ -1,8 +1,8 @@
 """Decide which of a run's files to fetch and in which order, and handle the answers.
 
-Pure: actions come out, their results come in. Files that fit one chunk are requested whole; larger
-ones are fetched one at a time, continuing where an earlier attempt ended. The number of chunks that
-are requested or not yet written is bounded.
+Pure: actions come out, their results come in. Files that fit one chunk are requested whole. Larger
+ones are fetched one at a time, from the end of an earlier partial download. The number of chunks
+that are requested or not yet written is bounded, and so are their bytes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class BlobPresent:
 
 @dataclass(frozen=True, slots=True)
 class ChunkStored:
-    """A chunk is written; `is_complete`: it completed a file, whose digest is right."""
+    """A chunk is written. `is_complete`: it completed a file, whose digest is right."""
 
     digest: str
     is_complete: bool
@@ -177,9 +177,9 @@ class FileFetch:
         self._open_file: BlobFile | None = None
         self._next_offset = 0
         self._missing_files: dict[str, BlobFile] = {}
-        self._total = 0
+        self._total_bytes = 0
         self._received_bytes = 0
-        self._quarters = 0
+        self._reported_quarters = 0
         self._is_over = False
         self._is_built = False
         self._is_idle = False
@@ -299,7 +299,8 @@ class FileFetch:
             )
         digests = frozenset(deferred_files[name] for name in names)
         if work is not None and not digests & self._deferred_digests:
-            if work == self._retried_work:  # the file would be fetched forever
+            # The task does not find files that were fetched: retry once, not forever.
+            if work == self._retried_work:
                 return self._fail(
                     DataError(
                         f"the file {names[0]!r} was fetched, but the task does not find it; make "
@@ -311,9 +312,9 @@ class FileFetch:
         return self._next_round()
 
     def _next_round(self) -> list[Action]:
-        """Continue work whose files have arrived; fetch the next files.
+        """Return work whose files have arrived, and fetch the files of the next request.
 
-        Files that block work come first, then those of upcoming steps.
+        Requests that block work come first, then those of upcoming steps.
         """
         if not self._is_idle:
             return []
@@ -322,7 +323,7 @@ class FileFetch:
         actions: list[Action] = [work for _, work in ready_work if work is not None]
         if not self._pending:
             return actions
-        self._is_idle, self._received_bytes, self._quarters = False, 0, 0
+        self._is_idle, self._received_bytes, self._reported_quarters = False, 0, 0
         urgent = [digests for digests, work in self._pending if work is not None]
         self._deferred_digests -= (urgent or [self._pending[0][0]])[0]
         return [
@@ -333,10 +334,9 @@ class FileFetch:
     def _files_located(self, missing_files: tuple[BlobFile, ...]) -> list[Action]:
         self._missing_files = {file.digest: file for file in missing_files}
         for file in missing_files:
-            (self._small_files if file.size <= limits.BODY_BYTES else self._large_files).append(
-                file
-            )
-        self._total = sum(file.size for file in missing_files)
+            is_small = file.size <= limits.BODY_BYTES
+            (self._small_files if is_small else self._large_files).append(file)
+        self._total_bytes = sum(file.size for file in missing_files)
         if not missing_files:
             return self._assemble()
         roles = [
@@ -345,7 +345,7 @@ class FileFetch:
             if any(file.digest in self._missing_files for file in source.files)
         ]
         role_names = " and ".join(roles)
-        size = _size(self._total)
+        size = _format_bytes(self._total_bytes)
         text = f"run {self._run_id}: fetching {size} of {role_names} from the coordinator"
         return [Tell(text), *self._request_more()]
 
@@ -392,18 +392,24 @@ class FileFetch:
             return self._fail(self._changed_file(file))
         self._open_file = None
         self._received_bytes -= file.size
+        self._reported_quarters = self._received_quarters
         self._large_files.appendleft(file)
         return self._request_more()
 
     def _assemble(self) -> list[Action]:
         return [Assemble(self._list_digest, self._spec, self._file_list, self._deferred_digests)]
 
+    @property
+    def _received_quarters(self) -> int:
+        return 4 * self._received_bytes // max(self._total_bytes, 1)
+
     def _progress(self) -> list[Action]:
-        quarters = 4 * self._received_bytes // max(self._total, 1)
-        if self._total < PROGRESS_BYTES or quarters <= self._quarters:
+        quarters = self._received_quarters
+        if self._total_bytes < PROGRESS_BYTES or quarters <= self._reported_quarters:
             return []
-        self._quarters = quarters
-        return [Tell(f"fetched {_size(self._received_bytes)} of {_size(self._total)}")]
+        self._reported_quarters = quarters
+        received, total = _format_bytes(self._received_bytes), _format_bytes(self._total_bytes)
+        return [Tell(f"fetched {received} of {total}")]
 
     def _changed_file(self, file: BlobFile) -> DataError:
         """Return the error for a file that changed after the coordinator listed it."""
@@ -435,12 +441,12 @@ class FileFetch:
 
 
 def give_up(reason: str, exit_code: int = ExitCode.FAILED) -> list[Action]:
-    """Leave a run because a file or device cannot be used here; the other workers continue."""
+    """Leave because a file or device of this machine cannot be used; other workers continue."""
     goodbye = Goodbye(reason=cut_text(reason), retry=False, exit_code=exit_code)
     return [Transmit(goodbye), Leave(reason, retry=False, exit_code=exit_code, is_failure=True)]
 
 
-def _size(count: int) -> str:
+def _format_bytes(count: int) -> str:
     """Format a number of bytes for the operator."""
     for unit, power in (("GB", 9), ("MB", 6), ("kB", 3)):
         if count >= 10**power:

@@ -109,7 +109,7 @@ _DEFERRED: Final = (
     StepPlan, Assign, Cancel, Credit, Commit, EvalPlan, StateChunk, StateRequest, AverageDigests,
     Owners, StepEmbeddings,
 )  # fmt: skip
-"""Messages that follow a commit, and wait until all of its averages have arrived."""
+"""Messages that wait, after a commit, until all of its averages have arrived."""
 
 
 class SessionPhase(Enum):
@@ -126,12 +126,12 @@ class _StepRows:
 
     Attributes:
         step_id: The attempt of the plan that follows.
-        pieces: Chunks in order, flat uint8.
+        chunks: Chunks in order, flat uint8.
         is_complete: Whether the last chunk has arrived.
     """
 
     step_id: StepId
-    pieces: list[Body] = field(default_factory=list)
+    chunks: list[Body] = field(default_factory=list)
     is_complete: bool = False
 
 
@@ -193,11 +193,14 @@ class _Run:
 _Handler = Callable[..., list[Action]]
 
 
-def _rows(
+def _handler_table(
     *table: tuple[Any, _Handler, _Handler, _Handler],
 ) -> dict[Any, dict[SessionPhase, _Handler]]:
     """Return handlers by message or result class and phase; a row lists them in phase order."""
-    return {kind: dict(zip(SessionPhase, handlers, strict=True)) for kind, *handlers in table}
+    return {
+        input_class: dict(zip(SessionPhase, handlers, strict=True))
+        for input_class, *handlers in table
+    }
 
 
 class WorkerSession:
@@ -285,7 +288,7 @@ class WorkerSession:
         return self._RESULTS[type(event)][self.phase](self, event)
 
     def drain(self) -> list[Action]:
-        """Take no new work, and leave once assigned work is finished."""
+        """Ask the coordinator for no new work, and leave once assigned work is finished."""
         if self._is_draining:
             return []
         self._is_draining = True
@@ -316,7 +319,7 @@ class WorkerSession:
         return [CancelWork(), Leave(message.reason, message.retry, message.exit_code)]
 
     def _devices_lost(self, event: events.DevicesLost) -> list[Action]:
-        """Leave and join again: no device has the run's state, so the coordinator sends it."""
+        """Leave and join again, so that the task is built anew on the restarted devices."""
         goodbye = Goodbye(reason=cut_text(event.reason), retry=True, exit_code=ExitCode.OK)
         leave = Leave(event.reason, retry=True, exit_code=ExitCode.OK, is_failure=True)
         return [CancelWork(), Transmit(goodbye), leave]
@@ -335,11 +338,11 @@ class WorkerSession:
     # A run's start and end.
 
     def _start_run(self, message: StartRun, body: Body) -> list[Action]:
-        newest = self._terms.get(message.run_id, 0)
-        if message.term < newest:
+        newest_term = self._terms.get(message.run_id, 0)
+        if message.term < newest_term:
             raise OutOfOrder(
-                f"expected a coordinator of term {newest} or later for run {message.run_id}, got "
-                f"{message.term}: an older coordinator must not continue it"
+                f"expected a coordinator of term {newest_term} or later for run {message.run_id}, "
+                f"got {message.term}: an older coordinator must not continue it"
             )
         self.term = self._terms[message.run_id] = message.term
         spec = parse_run_spec_bytes(body.tobytes())
@@ -426,11 +429,11 @@ class WorkerSession:
         return [CopyState()]
 
     def _state_copied(self, event: events.StateCopied) -> list[Action]:
+        # Only the initial state is requested. Its moments are zeros, so its parameters suffice.
         if event.step:
             return []
-        # Moments are zeros at step 0: the parameters are the whole state.
         blocks = self._task.blocks
-        pieces = [
+        part_chunks = [
             (part, chunk)
             for part in event.parts
             if part.kind == "parameters"
@@ -441,11 +444,11 @@ class WorkerSession:
                 StateChunk(
                     run_id=self.run_id, kind=part.kind, block=part.block, chunk=chunk,
                     step=event.step, optimizer_step=event.optimizer_step,
-                    last=index == len(pieces) - 1,
+                    last=index == len(part_chunks) - 1,
                 ),
                 part.values[blocks[part.block].chunk_slice(chunk)],
             )
-            for index, (part, chunk) in enumerate(pieces)
+            for index, (part, chunk) in enumerate(part_chunks)
         ]  # fmt: skip
 
     def _state_chunk(self, message: StateChunk, body: Body) -> list[Action]:
@@ -477,11 +480,11 @@ class WorkerSession:
         if not message.chunk:
             task.rows = _StepRows(step_id)
         rows = task.rows
-        if rows is None or (rows.step_id, len(rows.pieces)) != (step_id, message.chunk):
+        if rows is None or (rows.step_id, len(rows.chunks)) != (step_id, message.chunk):
             raise OutOfOrder(f"StepEmbeddings: expected the next chunk, got chunk {message.chunk}")
-        rows.pieces.append(body)
+        rows.chunks.append(body)
         rows.is_complete = message.last
-        if sum(map(len, rows.pieces)) > limits.STEP_EMBEDDINGS_BYTES:
+        if sum(map(len, rows.chunks)) > limits.STEP_EMBEDDINGS_BYTES:
             raise OutOfOrder(
                 f"StepEmbeddings: expected at most {limits.STEP_EMBEDDINGS_BYTES} bytes, got more"
             )
@@ -498,7 +501,7 @@ class WorkerSession:
             return []
         if rows is None or rows.step_id != step_id or not rows.is_complete:
             raise OutOfOrder("StepPlan: expected all embeddings of the step first, got only some")
-        return [LoadEmbeddings(step_id, np.concatenate(rows.pieces))]
+        return [LoadEmbeddings(step_id, np.concatenate(rows.chunks))]
 
     def _step_plan(self, message: StepPlan, body: None) -> list[Action]:
         del body
@@ -685,7 +688,7 @@ class WorkerSession:
         Raises:
             RemoteProtocolError: A deferred message does not fit.
         """
-        # Counted before the engine applies the step: the messages that follow are about the next.
+        # Counted before the engine applies the step: later messages are about the next step.
         task.step += 1
         task.step_id = task.commit = None
         actions: list[Action] = [Apply(list(averages), commit.scalars, commit.attempt)]
@@ -747,7 +750,7 @@ class WorkerSession:
 
     # The handler of each message and engine result, by phase.
 
-    _MESSAGES: Final = _rows(
+    _MESSAGES: Final = _handler_table(
         # message                   IDLE            PREPARING       READY
         (StartRun,                  _start_run,     _start_run,     _start_run),
         (BlobChunk,                 _blob_chunk,    _blob_chunk,    _blob_chunk),
@@ -775,7 +778,7 @@ class WorkerSession:
         (EndRun,                    _end_run,       _end_run,       _end_run),
         (Goodbye,                   _goodbye,       _goodbye,       _goodbye),
     )  # fmt: skip
-    _RESULTS: Final = _rows(
+    _RESULTS: Final = _handler_table(
         # engine result             IDLE            PREPARING       READY
         # A second Built arrives if a connection was lost while the task was being built.
         (events.Built,              _ignore,        _task_built,    _ignore),

@@ -94,11 +94,11 @@ class Averages:
 
     def part(self, number: int) -> Array:
         """Return a writable view of a chunk's average."""
-        number, chunk = self._grid.chunk(number)
-        block = self._grid.blocks[number]
-        if not len(self.arrays[number]):
-            self.arrays[number] = np.empty(block.elements, np.float32)
-        return self.arrays[number][block.chunk_slice(chunk)]
+        index, chunk = self._grid.chunk(number)
+        block = self._grid.blocks[index]
+        if not len(self.arrays[index]):
+            self.arrays[index] = np.empty(block.elements, np.float32)
+        return self.arrays[index][block.chunk_slice(chunk)]
 
     def put(self, number: int, sender: str, values: Array) -> None:
         """Store an average; a duplicate changes nothing."""
@@ -118,13 +118,14 @@ class _Attempt:
 
     Attributes:
         id: Term, step and attempt, as fields of messages.
-        owners: Number of the plan's table; 0 if only the coordinator averages.
-        table: The current table.
+        owners: Number of the plan's table; 0 if the coordinator averages all chunks.
+        table: The current table of owners.
+        microbatches: Number of microbatches of the step.
         averages: The averages that have arrived.
         credit: How many chunks of each subtree may be sent to the coordinator so far.
         delayed_payloads: Payloads for the coordinator above the credit, with chunk and subtree.
         reducer: Adds the sums of the chunks that this worker owns.
-        owned: Numbers of the chunks that this worker owns.
+        owned_chunks: Numbers of the chunks that this worker owns.
         sums: By subtree and block, weight and values that this worker computed, to send again.
         arrived_chunks: By worker and subtree, the owned chunks whose sum has arrived.
         reported_sums: Worker and subtree of sums that were reported to the coordinator.
@@ -141,7 +142,7 @@ class _Attempt:
     averages: Averages
     credit: int
     reducer: Reducer[int]
-    owned: set[int] = field(default_factory=set)
+    owned_chunks: set[int] = field(default_factory=set)
     delayed_payloads: list[tuple[int, Subtree, Transmit]] = field(default_factory=list)
     sums: dict[tuple[Subtree, int], tuple[float, Array]] = field(default_factory=dict)
     arrived_chunks: dict[tuple[str, Subtree], set[int]] = field(default_factory=dict)
@@ -152,8 +153,8 @@ class _Attempt:
     is_committed: bool = False
     is_requested: bool = False
 
-    def is_at(self, message: Cancel | Credit | Commit | AverageDigests) -> bool:
-        """Return whether a message is about this attempt."""
+    def is_of_attempt(self, message: Cancel | Credit | Commit | AverageDigests) -> bool:
+        """Return whether a message belongs to this attempt."""
         return (message.step, message.attempt) == (self.id["step"], self.id["attempt"])
 
 
@@ -175,12 +176,12 @@ class GradientExchange:
         self._grid = ChunkGrid(blocks)
         self._blocks = blocks
         self._exchange = exchange
-        self._star = OwnerTable.star(self._grid.count)
-        self._number, self._table = 0, self._star
+        self._star_table = OwnerTable.star(self._grid.count)
+        self._table_number, self._table = 0, self._star_table
         self._attempt: _Attempt | None = None
         self._averages: dict[tuple[int, int], Averages] = {}
-        self._newest = (-1, -1, -1)
-        self._deferred: list[tuple[str, GradientPayload | AveragedGradient, Body]] = []
+        self._newest_id = (-1, -1, -1)
+        self._deferred_messages: list[tuple[str, GradientPayload | AveragedGradient, Body]] = []
         self._deferred_bytes = 0
 
     # Messages of the coordinator.
@@ -218,7 +219,7 @@ class GradientExchange:
         """
         if len(table.owners) != self._grid.count:
             raise OutOfOrder(f"Owners: expected {self._grid.count} chunks, got {len(table.owners)}")
-        self._number, self._table = number, table
+        self._table_number, self._table = number, table
         attempt = self._attempt
         if attempt is None or not attempt.owners:
             return self._receive_deferred()
@@ -226,11 +227,12 @@ class GradientExchange:
         attempt.reported_sums.clear()
         attempt.former_owners.update((n, previous_table.owner(n)) for n in range(self._grid.count))
         self._update_owned_chunks(attempt)
-        has_changed = (self.me in previous_table.members) != (self.me in table.members)
+        # A member sends sums to peers directly; the coordinator forwards those of other workers.
+        has_new_route = (self.me in previous_table.members) != (self.me in table.members)
         actions: list[Action] = []
         for (subtree, block), (weight, values) in attempt.sums.items():
             for chunk in self._grid.of_block(block):
-                if has_changed or previous_table.owner(chunk) != table.owner(chunk):
+                if has_new_route or previous_table.owner(chunk) != table.owner(chunk):
                     actions += self._deliver(attempt, chunk, subtree, weight, values)
         return [
             *actions,
@@ -240,7 +242,7 @@ class GradientExchange:
         ]
 
     def _resend_averages(self, attempt: _Attempt, previous_table: OwnerTable) -> list[Action]:
-        """Send averages to the coordinator if the worker that sends them has changed."""
+        """Send averages to the coordinator if this worker must send them under the new table."""
         scribe = attempt.table.scribe
         if previous_table.scribe == scribe or scribe not in (None, self.me):
             return []
@@ -253,37 +255,37 @@ class GradientExchange:
         Raises:
             OutOfOrder: The plan refers to a table that has not arrived.
         """
-        if plan.owners not in (0, self._number):
-            raise OutOfOrder(f"StepPlan: expected table {self._number}, got {plan.owners}")
+        if plan.owners not in (0, self._table_number):
+            raise OutOfOrder(f"StepPlan: expected table {self._table_number}, got {plan.owners}")
         key = (plan.step, plan.attempt)
         self._averages = {other: value for other, value in self._averages.items() if other >= key}
         averages = self._averages.setdefault(key, Averages(self._grid))
         reducer = Reducer[int](plan.microbatches, self._exchange, (), averages.part)
         self._attempt = attempt = _Attempt(
             {"term": plan.term, "step": plan.step, "attempt": plan.attempt}, plan.owners,
-            self._table if plan.owners else self._star, plan.microbatches, averages, plan.uploads,
-            reducer,
+            self._table if plan.owners else self._star_table, plan.microbatches, averages,
+            plan.uploads, reducer,
         )  # fmt: skip
-        self._newest = (plan.term, *key)
+        self._newest_id = (plan.term, *key)
         self._update_owned_chunks(attempt)
         return self._receive_deferred()
 
     def _update_owned_chunks(self, attempt: _Attempt) -> None:
         """Reduce the chunks that this worker owns now; drop partial sums of all others."""
-        attempt.owned = attempt.table.owned_by(self.me)
-        dropped_chunks = attempt.reducer.set_pieces(attempt.owned)
+        attempt.owned_chunks = attempt.table.owned_by(self.me)
+        dropped_chunks = attempt.reducer.set_pieces(attempt.owned_chunks)
         # A later table may return these chunks, whose sums must then arrive again.
         for numbers in attempt.arrived_chunks.values():
             numbers.difference_update(dropped_chunks)
 
     def drop(self) -> None:
-        """Drop the current attempt: this worker loads a state from the coordinator instead."""
+        """Drop the current attempt; the worker loads a state from the coordinator instead."""
         self._attempt = None
 
     def extend_credit(self, credit: Credit) -> list[Action]:
         """Send delayed payloads that the coordinator accepts now."""
         attempt = self._attempt
-        if attempt is None or not attempt.is_at(credit):
+        if attempt is None or not attempt.is_of_attempt(credit):
             return []
         attempt.credit = max(credit.uploads, attempt.credit)
         payloads = [
@@ -297,7 +299,7 @@ class GradientExchange:
     def cancel(self, message: Cancel) -> list[Action]:
         """Drop delayed payloads of subtrees that other workers have computed."""
         attempt = self._attempt
-        if attempt is not None and attempt.is_at(message):
+        if attempt is not None and attempt.is_of_attempt(message):
             subtrees = {Subtree(lo, hi) for lo, hi in message.subtrees}
             attempt.delayed_payloads = [
                 entry for entry in attempt.delayed_payloads if entry[1] not in subtrees
@@ -312,7 +314,7 @@ class GradientExchange:
         """
         if len(digests) != (expected_bytes := DIGEST_BYTES * self._grid.count):
             raise OutOfOrder(f"AverageDigests: expected {expected_bytes} bytes, got {len(digests)}")
-        if self._attempt is not None and self._attempt.is_at(message):
+        if self._attempt is not None and self._attempt.is_of_attempt(message):
             self._attempt.committed_digests = digests.tobytes()
         return []
 
@@ -324,9 +326,9 @@ class GradientExchange:
         """
         attempt, key = self._attempt, (message.step, message.attempt)
         if message.scalars is None:  # the step is skipped
-            self._forget(message.step)
+            self._drop_steps_until(message.step)
             return []
-        if attempt is None or not attempt.is_at(message):
+        if attempt is None or not attempt.is_of_attempt(message):
             return self._take_averages(key, self._averages.get(key))
         attempt.is_committed = True
         attempt.delayed_payloads.clear()
@@ -341,10 +343,10 @@ class GradientExchange:
     def _take_averages(self, key: tuple[int, int], averages: Averages | None) -> list[Action]:
         if averages is None or not averages.is_complete:
             raise OutOfOrder(f"Commit of step {key[0]}: expected all of its averages first")
-        self._forget(key[0])
+        self._drop_steps_until(key[0])
         return [AveragesReady(StepId(*key), averages.arrays)]
 
-    def _forget(self, step: int) -> None:
+    def _drop_steps_until(self, step: int) -> None:
         """Drop all state of this step and earlier ones."""
         self._attempt = None
         self._averages = {at: averages for at, averages in self._averages.items() if at[0] > step}
@@ -363,7 +365,7 @@ class GradientExchange:
     ) -> list[Action]:
         """Send each chunk of a block's sum over a subtree to its owner.
 
-        `values` may be referenced until the step ends, and nobody changes them.
+        `values` must not change until the step ends: a new owner may need them.
         """
         attempt = self._attempt
         if attempt is None or attempt.is_committed:
@@ -383,10 +385,10 @@ class GradientExchange:
         part = values[block.chunk_slice(chunk)]
         if owner == self.me:
             return self._add_sum(attempt, number, (self.me, subtree, weight), part.copy())
-        kind = BlockGradientPayload if block.kind == "block" else NonBlockGradientPayload
-        message = kind(
-            **attempt.id, owners=self._number if attempt.owners else 0, block=index, chunk=chunk,
-            lo=subtree.lo, hi=subtree.hi, weight=weight,
+        message_class = BlockGradientPayload if block.kind == "block" else NonBlockGradientPayload
+        message = message_class(
+            **attempt.id, owners=self._table_number if attempt.owners else 0, block=index,
+            chunk=chunk, lo=subtree.lo, hi=subtree.hi, weight=weight,
         )  # fmt: skip
         body = pack(part, self._exchange.precision)
         if owner != COORDINATOR and self.me in attempt.table.members:
@@ -409,9 +411,9 @@ class GradientExchange:
             return self._average_from_coordinator(message, body)
         attempt = self._attempt
         message_id = (message.term, message.step, message.attempt)
-        if message_id > self._newest or message.owners > self._number:
+        if message_id > self._newest_id or message.owners > self._table_number:
             return self._defer(sender, message, body)
-        if attempt is None or message_id < self._newest:
+        if attempt is None or message_id < self._newest_id:
             return []
         self.arrivals += 1
         if isinstance(message, GradientPayload):
@@ -449,13 +451,13 @@ class GradientExchange:
                 f"{sender!r}: expected at most {limits.PEER_EARLY_BYTES} bytes before their step, "
                 "got more"
             )
-        self._deferred.append((sender, message, body))
+        self._deferred_messages.append((sender, message, body))
         self._deferred_bytes += body.nbytes
         return []
 
     def _receive_deferred(self) -> list[Action]:
         """Handle messages that arrived before this attempt or table."""
-        deferred, self._deferred, self._deferred_bytes = self._deferred, [], 0
+        deferred, self._deferred_messages, self._deferred_bytes = self._deferred_messages, [], 0
         actions: list[Action] = []
         for sender, message, body in deferred:
             actions += self.receive(sender, message, body)
@@ -506,16 +508,22 @@ class GradientExchange:
         self, attempt: _Attempt, key: tuple[str, Subtree] | None = None
     ) -> list[Action]:
         """Report to the coordinator the subtrees whose sums of all owned chunks have arrived."""
-        if not attempt.owned:
+        if not attempt.owned_chunks:
             return []
         actions: list[Action] = []
         for worker, subtree in [key] if key is not None else list(attempt.arrived_chunks):
             numbers = attempt.arrived_chunks[worker, subtree]
-            is_complete = len(numbers) >= len(attempt.owned) and attempt.owned <= numbers
+            is_complete = (
+                len(numbers) >= len(attempt.owned_chunks) and attempt.owned_chunks <= numbers
+            )
             if is_complete and (worker, subtree) not in attempt.reported_sums:
                 attempt.reported_sums.add((worker, subtree))
                 message = SumsArrived(
-                    **attempt.id, owners=self._number, worker=worker, lo=subtree.lo, hi=subtree.hi
+                    **attempt.id,
+                    owners=self._table_number,
+                    worker=worker,
+                    lo=subtree.lo,
+                    hi=subtree.hi,
                 )
                 actions.append(Transmit(message))
         return actions
@@ -528,7 +536,7 @@ class GradientExchange:
         message, body = self._average_message(attempt, number)
         block, chunk = self._grid.chunk(number)
         report = ChunkReduced(
-            **attempt.id, owners=self._number, block=block, chunk=chunk, digest=digest
+            **attempt.id, owners=self._table_number, block=block, chunk=chunk, digest=digest
         )
         actions: list[Action] = [
             ToPeer(peer, message, body) for peer in self._other_members(attempt)
@@ -542,7 +550,7 @@ class GradientExchange:
         """Return the other members, in a different order at each owner to spread the load."""
         members = attempt.table.members
         if self.me not in members:
-            return []  # this worker no longer owns chunks: the coordinator forwards the average
+            return []  # the current table has other members: the coordinator forwards the average
         own_index = members.index(self.me)
         return [*members[own_index + 1 :], *members[:own_index]]
 
@@ -554,8 +562,8 @@ class GradientExchange:
     ) -> tuple[AveragedGradient, NDArray[Any]]:
         block, chunk = self._grid.chunk(number)
         is_block = self._blocks[block].kind == "block"
-        kind = AveragedBlockGradient if is_block else AveragedNonBlockGradient
-        message = kind(**attempt.id, owners=self._number, block=block, chunk=chunk)
+        message_class = AveragedBlockGradient if is_block else AveragedNonBlockGradient
+        message = message_class(**attempt.id, owners=self._table_number, block=block, chunk=chunk)
         return message, pack(attempt.averages.part(number), self._exchange.averages)
 
     def _receive_average(
@@ -580,7 +588,11 @@ class GradientExchange:
     # The end of a step that workers average.
 
     def _settle(self, attempt: _Attempt) -> list[Action]:
-        """Take a committed step that has all averages, if their digests are the committed ones."""
+        """Handle the arrival of the last average of an attempt.
+
+        Before the commit, report it. After the commit, take the step, or reject the averages with
+        a digest that is not the committed one.
+        """
         if not attempt.averages.is_complete:
             return []
         key = (attempt.id["step"], attempt.id["attempt"])
@@ -590,7 +602,7 @@ class GradientExchange:
             n for n in range(self._grid.count) if not self._has_committed_digest(attempt, n)
         ]
         return (
-            self._reject(attempt, mismatches)
+            self._reject_averages(attempt, mismatches)
             if mismatches
             else self._take_averages(key, attempt.averages)
         )
@@ -604,11 +616,11 @@ class GradientExchange:
             == attempt.committed_digests[DIGEST_BYTES * number :][:DIGEST_BYTES]
         )
 
-    def _reject(self, attempt: _Attempt, numbers: list[int]) -> list[Action]:
+    def _reject_averages(self, attempt: _Attempt, numbers: list[int]) -> list[Action]:
         """Report averages with wrong digests and request them; the step is not applied yet."""
         block, chunk = self._grid.chunk(numbers[0])
         message = AverageMismatch(
-            **attempt.id, owners=self._number, block=block, chunk=chunk,
+            **attempt.id, owners=self._table_number, block=block, chunk=chunk,
             owner=attempt.averages.senders[numbers[0]],
         )  # fmt: skip
         for number in numbers:
@@ -625,8 +637,8 @@ class GradientExchange:
 
     def _request_if_lost(self, attempt: _Attempt) -> list[Action]:
         """Request averages that may never arrive, because owners or members have changed."""
-        is_outside = not attempt.averages.is_complete and self.me not in attempt.table.members
-        return self._request_averages(attempt) if is_outside or attempt.former_owners else []
+        is_excluded = self.me not in attempt.table.members
+        return self._request_averages(attempt) if is_excluded or attempt.former_owners else []
 
     def _request_averages(self, attempt: _Attempt) -> list[Action]:
         if attempt.is_requested or attempt.averages.is_complete:

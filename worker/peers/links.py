@@ -5,8 +5,8 @@ connections as at the coordinator. Links run in the worker's event loop; the tra
 decrypts large bodies in separate threads.
 
 The worker whose name sorts first dials. The other one dials too if it has no connection after
-`_FALLBACK_DIAL_S`, so one reachable port is enough. A broken link is dialed again for as long as
-the coordinator lists the peer.
+`_FALLBACK_DIAL_S`, so one reachable port is enough; a worker that does not listen dials at once. A
+broken link is dialed again for as long as the coordinator lists the peer.
 
 If both dial at once, the worker whose name sorts first decides: it keeps the connection on which
 the peer was authenticated first, and closes the other before it becomes a link. Both workers then
@@ -61,7 +61,7 @@ _RETRY_S: Final = (0.2, 1.0, 5.0)
 _FALLBACK_DIAL_S: Final = 2.0
 """Delay before the worker whose name sorts second dials as well."""
 _PROBES: Final = 2
-"""The fastest probe counts, because another may have waited for a processor."""
+"""Number of speed probes. The fastest counts: a slower one may have waited for a processor."""
 _CROSSING_REASON: Final = "both workers dialed; the other connection is used"
 _QUEUE_BYTES: Final = 2 * limits.PEER_EARLY_BYTES
 _PRIORITY: Final[tuple[type[Message], ...]] = (
@@ -76,7 +76,7 @@ class LinksOwner(Protocol):
     """Receives the events of links, in the event loop."""
 
     def on_gradient(self, peer: str, delivery: ReceivedMessage) -> None:
-        """Handle a payload or an average from a peer, possibly in the thread that reads it.
+        """Handle a sum or an average from a peer, possibly in the thread that reads it.
 
         A ProtocolError raised here ends the link.
         """
@@ -181,7 +181,7 @@ class PeerLinks:
         )
         self._listens = False
         self._links: dict[str, _Link] = {}
-        self._rejected: set[str] = set()
+        self._rejected_names: set[str] = set()
         """Names of workers that dialed before the coordinator listed them."""
         self._traffic: dict[str, tuple[int, int]] = {}
         self._connections: set[_PeerConnection] = set()
@@ -203,11 +203,11 @@ class PeerLinks:
         for name, peer in peers.items():
             if name not in self._links:
                 link = self._links[name] = _Link(peer)
-                if name in self._rejected:
+                if name in self._rejected_names:
                     link.dial_now.set()
                 if peer.port:
                     link.dial_task = self._loop.create_task(self._keep_dialed(link))
-        self._rejected.clear()
+        self._rejected_names.clear()
 
     def send(self, peer: str, message: EncodedMessage) -> None:
         link = self._links.get(peer)
@@ -309,8 +309,8 @@ class PeerLinks:
         """
         link = self._links.get(hello.name)
         if link is None or hello.to != self.worker_name:
-            if len(self._rejected) < limits.WORKERS:
-                self._rejected.add(hello.name)
+            if len(self._rejected_names) < limits.WORKERS:
+                self._rejected_names.add(hello.name)
             raise NotAuthorized(
                 f"{hello.name!r} is not a peer of {self.worker_name!r}, or its hello is "
                 f"addressed to {hello.to!r}"
@@ -323,7 +323,7 @@ class PeerLinks:
         return link is not None and link.connection is not None
 
     def refuse_crossing(self, connection: _PeerConnection) -> None:
-        """Refuse this connection if both workers dialed and another connection is kept.
+        """Refuse this connection if both workers dialed and this worker keeps the other connection.
 
         Raises:
             Unreachable: This worker decides, and it keeps another connection to the peer.
@@ -350,7 +350,7 @@ class PeerLinks:
 
     # Connections.
 
-    def use(self, connection: _PeerConnection, mbit: float) -> None:
+    def use_connection(self, connection: _PeerConnection, mbit: float) -> None:
         """Use a connection as the link to its peer, at this measured speed."""
         link = self._links.get(connection.name)
         if link is None or link.peer != connection.peer:
@@ -359,12 +359,12 @@ class PeerLinks:
         old_connection, link.connection = link.connection, connection
         link.down_event.clear()
         if old_connection is not None:
-            # Queued messages are lost; the owner must be told before it sends more.
+            # Queued messages are lost; the owner must learn of it before it sends more.
             old_connection.channel.abort("replaced by a new connection")
             self.owner.on_unlinked(connection.name, "replaced by a new connection")
         self.owner.on_linked(connection.name, mbit)
 
-    def forget(self, connection: _PeerConnection, reason: str) -> None:
+    def drop_connection(self, connection: _PeerConnection, reason: str) -> None:
         """Forget a connection that has ended."""
         self._pending_connections.remove(connection)
         self._connections.discard(connection)
@@ -405,8 +405,8 @@ class _PeerConnection:
         self._loop = loop
         self._hello: PeerHello | None = None
         self._exchange: Exchange | None = None
-        self._sent_s = 0.0
-        self._probes_s: list[float] = []
+        self._probe_sent_s = 0.0
+        self._probe_times_s: list[float] = []
         self._probes_answered = 0
         self._timer = loop.call_later(limits.HANDSHAKE_TIMEOUT_MS / 1000, self._time_out)
 
@@ -433,13 +433,13 @@ class _PeerConnection:
         self._hello = PeerHello(name=self._links.worker_name, to=peer.name, nonce=new_nonce())
         self.channel.send(self._hello)
 
-    def _challenge(self, hello: PeerHello) -> None:
+    def _send_challenge(self, hello: PeerHello) -> None:
         peer = self._links.peer_of(hello)
         self._hello, self.peer = hello, peer
         exchange = self._exchange = Exchange(hello, new_nonce(), self._links.fingerprint)
         self.channel.send(exchange.challenge(bytes.fromhex(peer.key)))
 
-    def _answer(self, challenge: Challenge) -> None:
+    def _answer_challenge(self, challenge: Challenge) -> None:
         assert self._hello is not None
         assert self.peer is not None
         certificate = self.channel.certificate
@@ -450,11 +450,15 @@ class _PeerConnection:
         self.channel.send(proof)
 
     def _note_authenticated(self) -> None:
-        """Record that the peer is authenticated, unless another connection is kept."""
+        """Record that the peer is authenticated.
+
+        Raises:
+            Unreachable: See `PeerLinks.refuse_crossing`.
+        """
         self._links.refuse_crossing(self)
         self.authenticated_s = self._loop.time()
 
-    def _check(self, proof: Proof) -> None:
+    def _check_proof(self, proof: Proof) -> None:
         assert self._exchange is not None
         assert self.peer is not None
         self._exchange.check_worker(bytes.fromhex(self.peer.key), proof)
@@ -463,7 +467,7 @@ class _PeerConnection:
         self._links.remove_pending(self)
         self._accept_gradients()
         self.channel.send(PeerWelcome())
-        self._probe()
+        self._send_probe()
 
     def _accept_gradients(self) -> None:
         connection = self.channel.connection
@@ -471,9 +475,9 @@ class _PeerConnection:
 
     # The speed.
 
-    def _probe(self) -> None:
+    def _send_probe(self) -> None:
         """Measure the link's speed by sending `PEER_PROBE_BYTES`."""
-        self._sent_s = self._loop.time()
+        self._probe_sent_s = self._loop.time()
         self.channel.send(encode(PeerProbe(), np.zeros(limits.PEER_PROBE_BYTES, np.uint8)))
 
     def _on_probe(self, body: NDArray[np.uint8]) -> None:
@@ -483,17 +487,17 @@ class _PeerConnection:
                 raise OutOfOrder(f"expected {_PROBES} PeerProbes, got more")
             self.channel.send(encode(PeerProbe(), b""))
             return
-        if len(self._probes_s) == _PROBES:
+        if len(self._probe_times_s) == _PROBES:
             raise OutOfOrder("expected no answer to a PeerProbe, got one")
-        self._probes_s.append(self._loop.time() - self._sent_s)
-        if len(self._probes_s) < _PROBES:
-            self._probe()
+        self._probe_times_s.append(self._loop.time() - self._probe_sent_s)
+        if len(self._probe_times_s) < _PROBES:
+            self._send_probe()
             return
         self._timer.cancel()
-        mbit = limits.PEER_PROBE_BYTES * 8e-6 / max(min(self._probes_s), 1e-4)
+        mbit = limits.PEER_PROBE_BYTES * 8e-6 / max(min(self._probe_times_s), 1e-4)
         if not self.link_future.done():
             self.link_future.set_result(None)
-        self._links.use(self, mbit)
+        self._links.use_connection(self, mbit)
 
     def _take_gradient(self, delivery: ReceivedMessage) -> None:
         """Handle a gradient in the thread that reads it, without waking the event loop."""
@@ -508,14 +512,14 @@ class _PeerConnection:
         try:
             match message:
                 case PeerHello():
-                    self._challenge(message)
+                    self._send_challenge(message)
                 case Challenge():
-                    self._answer(message)
+                    self._answer_challenge(message)
                 case Proof():
-                    self._check(message)
+                    self._check_proof(message)
                 case PeerWelcome():
                     self._accept_gradients()
-                    self._probe()
+                    self._send_probe()
                 case PeerProbe():
                     assert body is not None
                     self._on_probe(body)
@@ -532,7 +536,7 @@ class _PeerConnection:
         if not self.link_future.done():
             self.link_future.set_exception(Unreachable(reason))
             self.link_future.exception()  # nobody awaits the future of an accepted connection
-        self._links.forget(self, reason)
+        self._links.drop_connection(self, reason)
 
 
 def _add_traffic(total: tuple[int, int] | None, channel: Channel) -> tuple[int, int]:
@@ -548,13 +552,13 @@ class LinkSockets:
     """Real sockets, with TLS if the connection to the coordinator has it; see `PeerSockets`.
 
     Args:
-        me: This worker's name, for its certificate.
-        coordinator: The coordinator's address; peers on the same machine have it too.
+        worker_name: This worker's name, for its certificate.
+        coordinator: The coordinator's address, at which its machine's workers listen too.
         encrypted: Whether links use TLS.
     """
 
-    def __init__(self, me: str, coordinator: str, *, encrypted: bool) -> None:
-        self._me = me
+    def __init__(self, worker_name: str, coordinator: str, *, encrypted: bool) -> None:
+        self._worker_name = worker_name
         self._coordinator = coordinator
         self._encrypted = encrypted
         self._client_context = tls.client_context() if encrypted else None
@@ -567,7 +571,9 @@ class LinkSockets:
             if self._encrypted:
                 from protocol.wire.certificate import temporary_context  # noqa: PLC0415 -- the import takes 40 ms
 
-                context, self._fingerprint = temporary_context(f"samestep worker {self._me}"[:64])
+                # A common name in a certificate has at most 64 characters.
+                subject = f"samestep worker {self._worker_name}"[:64]
+                context, self._fingerprint = temporary_context(subject)
             acceptor = Acceptor(make_protocol, context)
             acceptor.listen_on_free_port()
             self._acceptor = acceptor

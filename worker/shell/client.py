@@ -228,7 +228,7 @@ class Client:
             now_s = self._machine.now_s()
             if self._session is not None and self._session.name:
                 if self._joins.connection_lost(
-                    self._session, asked_to_return=leave is not None and not leave.is_failure
+                    self._session, is_return_requested=leave is not None and not leave.is_failure
                 ):
                     since_s, printed_s = now_s, -_REPORT_INTERVAL_S
                 if warning := self._joins.warning(self._session, reason):
@@ -455,7 +455,7 @@ class Client:
             self._leave(act.Leave(str(error), retry=False, exit_code=error.exit_code))
 
     def _remember_key(self, welcome: Welcome) -> None:
-        problem = self._credentials.remember(self._certificate, self._hello.name, welcome.key)
+        problem = self._credentials.store_key(self._certificate, self._hello.name, welcome.key)
         if problem:
             self._print(problem)
 

@@ -650,7 +650,7 @@ class Engine:
         if (coupled := job.coupled_step) is not None:
             loss = coupled.loss(subtree, weight)
             unlike_microbatches = coupled.unlike_microbatches(
-                subtree, _coupled_program(job).take_embedded()
+                subtree, _coupled_program(job).take_embeddings()
             )
         elapsed_ms = (self._machine.now_s() - start_s) * 1e3
         self._emit(SubtreeDone(step_id, subtree, loss, elapsed_ms, unlike_microbatches))
@@ -691,7 +691,7 @@ class Engine:
         coupled = job.coupled_step
         assert coupled is not None, "the session loads embeddings before it asks for gradients"
         assert coupled.step_id == step_id, "the session loads embeddings of the same attempt"
-        _coupled_program(job).take_embedded()  # drop embeddings of an abandoned subtree
+        _coupled_program(job).take_embeddings()  # drop embeddings of an abandoned subtree
         return coupled
 
     def _compute_inner_phase(self, job: _Job, action: act.Compute) -> Iterator[None]:

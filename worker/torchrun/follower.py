@@ -15,7 +15,7 @@ from protocol.exact.reduction.tree import Subtree
 from protocol.spec.run_spec import RunSpec, restore_run_spec
 from worker.shell.engine import BackendFactory, trainable_of
 from worker.tasks.base.task import Task
-from worker.torchrun.group import EMBEDDED, RankGroup, is_refusal, rebuild_batches
+from worker.torchrun.group import EMBEDDINGS, RankGroup, is_refusal, rebuild_batches
 
 _Order = Mapping[str, Any]
 _Arrays = Mapping[str, NDArray[Any]]
@@ -110,7 +110,7 @@ class Follower:
 
     def _embed(self, leaves: list[Any], subtree: Subtree) -> tuple[dict[str, Any], dict[str, Any]]:
         (rows,) = self._coupled_program().embed(leaves[subtree.lo : subtree.hi])
-        return {}, {EMBEDDED: rows}
+        return {}, {EMBEDDINGS: rows}
 
     def _step_loss(self, order: _Order, arrays: _Arrays) -> None:
         with suppress(DataError):  # rank 0 raises the same error
@@ -118,7 +118,7 @@ class Follower:
 
     def _coupled_program(self) -> ComputesCoupledLoss:
         program = self._compiled_program()
-        assert isinstance(program, ComputesCoupledLoss), "torch programs compute it"
+        assert isinstance(program, ComputesCoupledLoss), "torch programs compute coupled losses"
         return program
 
     def _compute_subtree(
@@ -133,8 +133,8 @@ class Follower:
                 answer = {"loss": item.loss_sum, "weight": item.weight}
         program = self._compiled_program()
         if isinstance(program, ComputesCoupledLoss):
-            for rows in program.take_embedded():
-                sums[EMBEDDED] = rows
+            for rows in program.take_embeddings():
+                sums[EMBEDDINGS] = rows
         return answer, sums
 
     def _compute(self, order: _Order, arrays: _Arrays) -> None:

@@ -37,7 +37,7 @@ closed connections end the wait."""
 
 _POLL_INTERVAL_S: Final = 1.0
 LOSS_TIMEOUT_S: Final = 10.0
-"""Time for a rank to end by itself after another rank is lost."""
+"""Time after the loss of a rank in which the other ranks can end in order."""
 
 GROUP: Final = "the group of ranks"
 _RANK_LOST: Final = "a rank was lost"
@@ -45,7 +45,7 @@ _LOSS_KEY: Final = "lost rank"
 """Key in the rendezvous store: why the first lost rank failed."""
 
 Arrays = Mapping[str, NDArray[Any]]
-EMBEDDED: Final = "embedded"
+EMBEDDINGS: Final = "embedded"
 """Name of the array with a subtree's embeddings, if the loss couples samples."""
 
 
@@ -56,7 +56,7 @@ class RankGroup:
         rank: Rank of this process.
         size: Number of ranks.
         uses_cards: Whether each rank computes on a card.
-        local_rank: Rank within this machine, which is the number of the rank's device.
+        local_rank: Rank within this machine; with cards, also the number of the rank's card.
         loss_reason: Why a rank is lost; empty if none is. Other ranks may be waiting for the lost
             rank in a collective, which only the end of their process interrupts.
 
@@ -104,7 +104,7 @@ class RankGroup:
                 raise DeviceError(GROUP, self.loss_reason) from error
             raise
 
-    def lose(self, reason: str) -> None:
+    def abandon(self, reason: str) -> None:
         """Abandon the group; the other ranks end with this reason, even inside a collective."""
         self.loss_reason = self._first_loss(f"rank {self.rank}: {reason}")
 
@@ -247,7 +247,7 @@ def _encode(document: Mapping[str, Any], arrays: Arrays) -> list[torch.Tensor]:
 
 
 def _decode(fill: Any) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    """Decode a message; `fill` receives the next part into a tensor."""
+    """Decode a message; `fill` receives the message's next bytes into a tensor."""
     length = torch.zeros(1, dtype=torch.int64)
     fill(length)
     header = torch.empty(int(length), dtype=torch.uint8)

@@ -33,14 +33,14 @@ from protocol.spec.manifest import Block
 from protocol.spec.run_spec import RunSpec
 from worker.shell.engine import BackendFactory
 from worker.tasks.base.task import Task
-from worker.torchrun.group import EMBEDDED, Arrays, RankGroup, flatten_batches
+from worker.torchrun.group import EMBEDDINGS, Arrays, RankGroup, flatten_batches
 
 
 class RankShare(NamedTuple):
-    """A rank's share of a subtree.
+    """A microbatch of a subtree that a rank computes.
 
     Attributes:
-        subtree: A leaf, numbered from 0 within the worker's subtree.
+        subtree: The microbatch as a leaf, numbered from 0 within the worker's subtree.
         is_counted: Whether the leaf's result is used; otherwise the rank computes the leaf only to
             stay in lockstep.
     """
@@ -65,11 +65,11 @@ def lockstep_shares(leaves: int, ranks: int) -> list[list[RankShare]]:
 
 
 class GroupBackendFactory:
-    """The `BackendFactory` of rank 0's engine; it commands all ranks, and ends them on exit.
+    """The `BackendFactory` of rank 0's engine; it sends orders to all ranks, and ends them on exit.
 
     Attributes:
-        is_busy: Whether the engine still computes on exit. It may then be between two messages to
-            the other ranks, which would mistake the order to end for the second message.
+        is_busy: Whether the engine still computes on exit. The other ranks may then expect the
+            next message of an order, and would mistake the order to end for that message.
 
     Args:
         group: The group of ranks.
@@ -103,7 +103,7 @@ class GroupBackendFactory:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+    def __exit__(self, _error_type: object, error: BaseException | None, _trace: object) -> None:
         """Send the other ranks the order to end, unless a rank is lost.
 
         Ranks of a lost group end with this process.
@@ -112,7 +112,7 @@ class GroupBackendFactory:
             return
         if self.is_busy:
             reason = "it ended" if error is None else text_of(error)
-            self._group.lose(f"{reason} (while its device still computed)")
+            self._group.abandon(f"{reason} (while its device still computed)")
         else:
             self._group.send_order({"do": "end"})
 
@@ -147,7 +147,12 @@ class GroupBackend:
         return self._info
 
     def numerics_profile(self, threads: int) -> Mapping[str, str]:
-        """Return the ranks' common numerics profile, with the number of ranks."""
+        """Return the ranks' common numerics profile, with the number of ranks.
+
+        Raises:
+            RunFailed: A rank failed.
+            SamestepError: The ranks have different profiles.
+        """
         self._group.send_order({"do": "numerics_profile", "threads": threads})
         try:
             own_profile = dict(self._own_backend.numerics_profile(threads))
@@ -156,11 +161,14 @@ class GroupBackend:
         for rank, reply in enumerate(replies, 1):
             profile = json.loads(reply["numerics_profile"])
             keys = own_profile.keys() | profile.keys()
-            differences = sorted(k for k in keys if own_profile.get(k) != profile.get(k))
-            if differences and differences != ["processor"]:
+            # Ranks may have different processors: the profile names the processor of rank 0.
+            differences = sorted(
+                k for k in keys - {"processor"} if own_profile.get(k) != profile.get(k)
+            )
+            if differences:
                 raise SamestepError(
-                    "expected ranks with one numerics profile, got another "
-                    f"{differences[0]} on rank {rank}: start that rank as a separate worker"
+                    "expected ranks with one numerics profile, got different values of "
+                    f"{', '.join(differences)} on rank {rank}: start that rank as a separate worker"
                 )
         return {**own_profile, "ranks": f"{self._group.size} sharded"}
 
@@ -224,7 +232,7 @@ class GroupProgram:
         return self._gradients
 
     def _distribute(self, order_name: str, leaves: Sequence[Leaf]) -> list[list[RankShare]]:
-        """Send an order with microbatches to all ranks; return each rank's shares."""
+        """Send an order with microbatches to all ranks; return the shares by rank."""
         shares = lockstep_shares(len(leaves), self._group.size)
         weights, arrays = flatten_batches([batch for batch, _ in leaves])
         order = {
@@ -247,7 +255,7 @@ class GroupProgram:
             for share in shares[rank]:
                 if share.is_counted:
                     _, arrays = self._group.receive(rank)
-                    rows_by_leaf[share.subtree.lo] = arrays[EMBEDDED]
+                    rows_by_leaf[share.subtree.lo] = arrays[EMBEDDINGS]
         for leaf in range(len(leaves)):
             yield rows_by_leaf[leaf]
 
@@ -257,13 +265,14 @@ class GroupProgram:
         with self._group.lockstep():
             return self._coupled_program().step_loss(rows, seed)
 
-    def take_embedded(self) -> list[Rows]:
+    def take_embeddings(self) -> list[Rows]:
         """See `backends.base.interface.ComputesCoupledLoss`."""
-        return [] if self._gradients is None else self._gradients.take_embedded()
+        return [] if self._gradients is None else self._gradients.take_embeddings()
 
     def _coupled_program(self) -> ComputesCoupledLoss:
-        assert isinstance(self._own_program, ComputesCoupledLoss), "torch programs compute it"
-        return self._own_program
+        program = self._own_program
+        assert isinstance(program, ComputesCoupledLoss), "torch programs compute coupled losses"
+        return program
 
     def evaluate(self, batch: Batch) -> Sums:
         """Evaluate a batch on all ranks, because each has a part of the base."""
@@ -305,13 +314,14 @@ class GroupProgram:
 class GroupGradients:
     """A `backends.base.interface.GradientStream` that yields sums once all ranks have computed.
 
-    Ranks wait for each other, so each rank computes all its shares, even of an abandoned subtree.
+    Ranks wait for each other, so each rank computes all its microbatches, even of an abandoned
+    subtree.
 
     Args:
         group: The group of ranks.
         program: This rank's program.
         leaves: Microbatches of the whole subtree.
-        shares: The shares of each rank.
+        shares: By rank, the microbatches that it computes.
         blocks: Number of blocks.
     """
 
@@ -326,7 +336,7 @@ class GroupGradients:
         self._group, self._own_program, self._leaves, self._shares = group, program, leaves, shares
         self._sums = [TreeSum[Array](len(leaves), ADDITIONS["float32"]) for _ in range(blocks)]
         self._losses, self._weights = (TreeSum[float](len(leaves), add) for _ in range(2))
-        self._embedded: dict[int, Rows] = {}
+        self._embeddings: dict[int, Rows] = {}
         self._is_closed = False
         self._items = self._compute()
 
@@ -341,7 +351,7 @@ class GroupGradients:
         for rank in range(1, len(self._shares)):
             for share in self._shares[rank]:
                 if share.is_counted:
-                    self._receive(rank, share)
+                    self._receive_share(rank, share)
         if not self._is_closed:
             yield from self._totals()
 
@@ -355,18 +365,18 @@ class GroupGradients:
             elif isinstance(item, Loss) and share.is_counted:
                 self._add_loss(share.subtree, item)
         if isinstance(self._own_program, ComputesCoupledLoss):
-            for rows in self._own_program.take_embedded():
-                self._embedded.setdefault(share.subtree.lo, rows)
+            for rows in self._own_program.take_embeddings():
+                self._embeddings.setdefault(share.subtree.lo, rows)
 
-    def take_embedded(self) -> list[Rows]:
+    def take_embeddings(self) -> list[Rows]:
         """Return the embeddings of the microbatches in order, if the loss couples samples."""
-        embedded, self._embedded = self._embedded, {}
-        return [rows for _, rows in sorted(embedded.items())]
+        embeddings, self._embeddings = self._embeddings, {}
+        return [rows for _, rows in sorted(embeddings.items())]
 
-    def _receive(self, rank: int, share: RankShare) -> None:
+    def _receive_share(self, rank: int, share: RankShare) -> None:
         answer, arrays = self._group.receive(rank)
-        if EMBEDDED in arrays:
-            self._embedded[share.subtree.lo] = arrays[EMBEDDED]
+        if EMBEDDINGS in arrays:
+            self._embeddings[share.subtree.lo] = arrays[EMBEDDINGS]
         for number, tree_sum in enumerate(self._sums):
             tree_sum.put(share.subtree, arrays[str(number)])
         self._add_loss(share.subtree, Loss(answer["loss"], answer["weight"]))
@@ -382,7 +392,7 @@ class GroupGradients:
         yield Loss(loss_sum, weight)
 
     def close(self) -> None:
-        """Stop yielding results; the ranks finish their current shares."""
+        """Do not yield the sums; the ranks still compute all microbatches of the subtree."""
         self._is_closed = True
 
     def _add_loss(self, subtree: Subtree, loss: Loss) -> None:

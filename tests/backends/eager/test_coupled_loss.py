@@ -95,7 +95,7 @@ def compute_step(microbatch_samples):
     root = Subtree(0, len(batches))
     items = program.gradients(step.leaves(root, leaves))
     sums = {item.block: item.values for item in items if isinstance(item, BlockGradient)}
-    assert step.unlike_microbatches(root, program.take_embedded()) == ()
+    assert step.unlike_microbatches(root, program.take_embeddings()) == ()
     loss = step.loss(root, float(SAMPLES))
     program.close()
     return task, loss, sums
@@ -130,9 +130,9 @@ def test_gradient_phase_repeats_the_draws_of_the_embedding_phase():
     for leaf in (2, 0):
         part = Subtree(leaf, leaf + 1)
         list(program.gradients(step.leaves(part, [(batches[leaf], 7 + leaf)])))
-        assert step.unlike_microbatches(part, program.take_embedded()) == ()
+        assert step.unlike_microbatches(part, program.take_embeddings()) == ()
     list(program.gradients(step.leaves(Subtree(3, 4), [(batches[3], 99)])))
-    assert step.unlike_microbatches(Subtree(3, 4), program.take_embedded()) == (3,)
+    assert step.unlike_microbatches(Subtree(3, 4), program.take_embeddings()) == (3,)
     program.close()
 
 

@@ -54,11 +54,11 @@ def in_two_phases(backend: Any, job: Trainable, microbatch: int) -> Any:
     step = CoupledStep(program, STEP_ID, rows.reshape(-1), [microbatch] * len(parts), 0)
     root = Subtree(0, len(parts))
     sums: dict[int, Any] = {}
-    program.take_embedded()  # for the comparison with torch
+    program.take_embeddings()  # for the comparison with torch
     for item in program.gradients(step.leaves(root, leaves)):
         if isinstance(item, BlockGradient):
             sums[item.block] = item.values
-    unlike = step.unlike_microbatches(root, program.take_embedded())
+    unlike = step.unlike_microbatches(root, program.take_embeddings())
     assert unlike == (), "the second pass has the same bits"
     loss = step.loss(root, SAMPLES)
     program.close()
@@ -118,9 +118,9 @@ def test_second_pass_names_the_microbatch_with_other_embeddings():
     rows = np.concatenate([*program.embed(leaves)])
     step = CoupledStep(program, STEP_ID, rows.reshape(-1), [8] * 4, 0)
     drawn_anew = [*leaves[:2], (parts[2], 99), leaves[3]]
-    program.take_embedded()  # for the comparison with torch
+    program.take_embeddings()  # for the comparison with torch
     list(program.gradients(step.leaves(Subtree(0, 4), drawn_anew)))
-    assert step.unlike_microbatches(Subtree(0, 4), program.take_embedded()) == (2,)
+    assert step.unlike_microbatches(Subtree(0, 4), program.take_embeddings()) == (2,)
     program.close()
 
 

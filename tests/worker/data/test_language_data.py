@@ -21,7 +21,7 @@ from tests.small_chat import (
     save_chat_tokenizer,
     write_jsonl,
 )
-from worker.data.language_data import LanguageData, Turns, read_language_data
+from worker.data.language_data import ConversationSamples, LanguageData, read_language_data
 from worker.models.tokens import IGNORED_LABEL
 from worker.tasks.language.teacher_logits import TeacherLogits
 from worker.tasks.registry import build
@@ -178,7 +178,7 @@ def test_evaluation_split_is_disjoint_and_repeatable(tokenizers, tmp_path):
     data = {"train": str(write_jsonl(tmp_path / "a.jsonl", ROWS))}
     first, repeat = (read(tokenizers, data, 0.25) for _ in range(2))
     assert (len(first.train), len(first.held_out)) == (9, 3)
-    assert isinstance(first.held_out, Turns)
+    assert isinstance(first.held_out, ConversationSamples)
     assert first.digests == repeat.digests
     assert turns(first) == turns(repeat)
     held_out_tokens = {tuple(tokens.tolist()) for tokens in first.held_out.tokens}

@@ -23,7 +23,7 @@ from tests.resident_memory import measured_growth
 from worker.data import holdout
 from worker.data.chat_template import ChatTemplate, LossMask, RenderedConversation
 from worker.data.labeled_data import data_digest, encode_texts
-from worker.data.language_data import TextStream, Turns, Windows
+from worker.data.language_data import ConversationSamples, TextStream, Windows
 from worker.data.preference_data import EncodedPairs
 from worker.models.tokens import Tokens
 
@@ -132,7 +132,7 @@ def _libraries_are_loaded(tmp_path_factory):
     rows = ({"prompt": f"{n}?", "completion": WORDS} for n in range(200))
     path = write_rows(tmp_path_factory.mktemp("small") / "t.parquet", rows)
     conversations = read_conversations(DataSpec(train=str(path), format="prompt-completion"))
-    Turns.encode(
+    ConversationSamples.encode(
         PlainTemplate(),
         (conversations[n] for n in range(len(conversations))),
         4096,
@@ -159,7 +159,7 @@ def test_memory_for_conversations_is_bounded(tmp_path, form):
     with measured_growth() as growth:
         conversations = read_conversations(data)
         rows_read = (conversations[n] for n in range(len(conversations)))
-        encoded_turns = Turns.encode(
+        encoded_turns = ConversationSamples.encode(
             PlainTemplate(), rows_read, 4096, 16, bad_rows=BadRows(skip=False)
         )
     assert len(encoded_turns) == len(conversations) == ROWS

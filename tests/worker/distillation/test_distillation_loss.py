@@ -87,9 +87,9 @@ def distillation_loss(
     return loss.detach().double(), gradient.double()
 
 
-def layout_of(k: int, t: float, *, is_drawn: bool = False) -> CaptureLayout:
+def layout_of(k: int, t: float, *, is_sampled: bool = False) -> CaptureLayout:
     return CaptureLayout(
-        tokens=LENGTH, vocabulary=VOCABULARY, top_k=k, temperature=t, drawn=is_drawn
+        tokens=LENGTH, vocabulary=VOCABULARY, top_k=k, temperature=t, drawn=is_sampled
     )
 
 
@@ -145,7 +145,7 @@ def test_loss_is_zero_where_teacher_and_student_agree():
 
 def test_mean_over_draws_converges_to_the_full_gradient():
     teacher, student, labels = random_logits()
-    layout = layout_of(20_000, 2.0, is_drawn=True)
+    layout = layout_of(20_000, 2.0, is_sampled=True)
     records = np.zeros(SAMPLES, record_dtype(layout))
     chances = (teacher / 2.0).softmax(-1).reshape(-1, VOCABULARY)
     generator = torch.Generator().manual_seed(1)
@@ -186,7 +186,7 @@ def test_padding_of_the_student_s_vocabulary_is_not_compared():
     ("layout", "message"),
     [
         (layout_of(4, 4.0), "distil.temperature 1 or 4"),
-        (layout_of(4, 3.0, is_drawn=True), "distil.temperature=3"),
+        (layout_of(4, 3.0, is_sampled=True), "distil.temperature=3"),
     ],
 )
 def test_a_temperature_that_was_not_captured_is_refused(layout, message):

@@ -107,7 +107,7 @@ def test_missing_token_file_is_refused(tmp_path, environment):
 def test_token_for_one_coordinator_is_not_sent_to_another(environment):
     environment["SAMESTEP_TOKEN"] = token(COORDINATOR).reveal()
     credentials = WorkerCredentials(environment=environment)
-    credentials.remember(OTHER_COORDINATOR, "w", new_key())
+    credentials.store_key(OTHER_COORDINATOR, "w", new_key())
     with pytest.raises(NotAuthorized, match="expected the certificate 6868"):
         credentials.secret(OTHER_COORDINATOR, "w")
 
@@ -119,7 +119,7 @@ def test_discovered_token_yields_to_a_key(tmp_path, environment):
     with pytest.raises(NotAuthorized, match="expected the certificate"):
         credentials.secret(OTHER_COORDINATOR, "w")
     key = new_key()
-    assert credentials.remember(OTHER_COORDINATOR, "w", key) == ""
+    assert credentials.store_key(OTHER_COORDINATOR, "w", key) == ""
     assert credentials.secret(OTHER_COORDINATOR, "w") == (key, True)
     with pytest.raises(NotAuthorized):
         credentials.secret(OTHER_COORDINATOR, "another")
@@ -130,12 +130,12 @@ def test_a_refused_key_is_followed_by_the_token_once(environment):
     environment["SAMESTEP_TOKEN"] = join_token.reveal()
     credentials = WorkerCredentials(environment=environment)
     assert not credentials.try_token_next()
-    credentials.remember(COORDINATOR, "w", key)
+    credentials.store_key(COORDINATOR, "w", key)
     assert credentials.secret(COORDINATOR, "w") == (key, True)
     assert credentials.try_token_next()
     assert credentials.secret(COORDINATOR, "w") == (join_token.secret, False)
     assert not credentials.try_token_next()
-    credentials.remember(COORDINATOR, "w", key)
+    credentials.store_key(COORDINATOR, "w", key)
     assert credentials.secret(COORDINATOR, "w") == (key, True)
 
 
@@ -145,14 +145,14 @@ def test_plaintext_requires_a_token(environment):
     join_token = token()
     environment["SAMESTEP_TOKEN"] = join_token.reveal()
     credentials = WorkerCredentials(plaintext=True, environment=environment)
-    assert credentials.remember(None, "w", new_key()) == ""
+    assert credentials.store_key(None, "w", new_key()) == ""
     assert credentials.secret(None, "w") == (join_token.secret, False)
 
 
 def test_unwritable_home_is_only_reported(tmp_path, environment):
     (tmp_path / "home").write_text("a file")
     credentials = WorkerCredentials(environment=environment)
-    assert "could not be stored" in credentials.remember(COORDINATOR, "w", new_key())
+    assert "could not be stored" in credentials.store_key(COORDINATOR, "w", new_key())
 
 
 def test_texts_of_a_token_have_no_secret():
@@ -166,7 +166,7 @@ def test_missing_or_damaged_files_keep_the_last_values(tmp_path, environment):
     join_token, key = token(), new_key()
     path = write_token(tmp_path / "file", join_token)
     credentials = WorkerCredentials(path, environment=environment)
-    assert credentials.remember(COORDINATOR, "w", key) == ""
+    assert credentials.store_key(COORDINATOR, "w", key) == ""
     home = tmp_path / "home"
     home.rename(tmp_path / "away")
     path.unlink()
@@ -180,7 +180,7 @@ def test_missing_or_damaged_files_keep_the_last_values(tmp_path, environment):
 @pytest.mark.parametrize("text", ["", "0" * 62, "xyz\n", "\x00" * 65])
 def test_a_damaged_key_is_no_key(tmp_path, environment, text):
     credentials = WorkerCredentials(environment=environment)
-    credentials.remember(COORDINATOR, "w", new_key())
+    credentials.store_key(COORDINATOR, "w", new_key())
     (path,) = (tmp_path / "home" / "worker").glob("*.key")
     path.write_text(text)
     with pytest.raises(NotAuthorized, match=f"{path.name}.*damaged.*join with a token"):

@@ -8,8 +8,8 @@ import pytest
 
 from protocol.base.errors import MessageError, UsageError
 from protocol.wire.discovery import SERVICE, CoordinatorAnnouncement, check_name
-from worker.join.address import has_listener, nearest
-from worker.join.discovery import choose
+from worker.join.address import has_listener, nearest_host
+from worker.join.discovery import choose_coordinator
 
 OWN_CERTIFICATE, OTHER_CERTIFICATE = "a" * 64, "b" * 64
 VALID_PROPERTIES = {"protocol": "2", "certificate": OWN_CERTIFICATE}
@@ -45,7 +45,7 @@ def has_credentials(certificate: str) -> bool:
     ],
 )
 def test_choice_among_coordinators(announcements, name, expected_name):
-    coordinator = choose(announcements, name, has_credentials)
+    coordinator = choose_coordinator(announcements, name, has_credentials)
     assert (coordinator.name if coordinator is not None else None) == expected_name
 
 
@@ -88,9 +88,9 @@ def test_invalid_coordinator_name_is_refused(name):
 def test_nearest_ranks_own_addresses_and_host_names_last():
     # An announced address that this machine has too belongs to a bridge, so it ranks last.
     # 127.0.0.2 shares all but two bits with 127.0.0.1.
-    assert nearest(["127.0.0.1", "127.0.0.2"]) == "127.0.0.2"
-    assert nearest(["127.0.0.1"]) == "127.0.0.1"
-    assert nearest(["node7.cluster", "127.0.0.2"]) == "127.0.0.2"
+    assert nearest_host(["127.0.0.1", "127.0.0.2"]) == "127.0.0.2"
+    assert nearest_host(["127.0.0.1"]) == "127.0.0.1"
+    assert nearest_host(["node7.cluster", "127.0.0.2"]) == "127.0.0.2"
 
 
 def test_listener_is_detected_without_a_connection():

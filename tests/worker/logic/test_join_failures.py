@@ -18,7 +18,7 @@ def test_the_third_loss_without_a_step_counts_and_is_reported():
     joins = JoinFailures()
     lines, limit_restarts = [], []
     for _ in range(6):
-        limit_restarts.append(joins.connection_lost(session_with_run(), asked_to_return=False))
+        limit_restarts.append(joins.connection_lost(session_with_run(), is_return_requested=False))
         lines.append(joins.warning(session_with_run(), "silent for 8 s"))
     assert limit_restarts == [True, True, False, False, False, False]
     assert [bool(line) for line in lines] == [False, False, True, False, False, True]
@@ -39,6 +39,6 @@ def test_the_third_loss_without_a_step_counts_and_is_reported():
 def test_events_that_restart_the_time_limit(session, is_asked):
     joins = JoinFailures()
     for _ in range(5):
-        joins.connection_lost(session_with_run(), asked_to_return=False)
-    assert joins.connection_lost(session, asked_to_return=is_asked)
+        joins.connection_lost(session_with_run(), is_return_requested=False)
+    assert joins.connection_lost(session, is_return_requested=is_asked)
     assert joins.count == 0

@@ -192,14 +192,14 @@ async def test_removed_peer_is_disconnected():
 @on_uvloop
 async def test_peer_removed_during_the_handshake_is_disconnected(monkeypatch):
     with members("one", "other") as (one, other):
-        original_use = PeerLinks.use
+        original_use = PeerLinks.use_connection
 
         def use_after_removal(self, connection, mbit):
             if self is one.links:
                 one.set_peers()
             original_use(self, connection, mbit)
 
-        monkeypatch.setattr(PeerLinks, "use", use_after_removal)
+        monkeypatch.setattr(PeerLinks, "use_connection", use_after_removal)
         one.set_peers(other)
         other.set_peers(one)
         await other.next("unlinked")

@@ -16,7 +16,7 @@ from protocol.spec.manifest import Metric, pair_sums
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 from tests.commands import run_command
 from tests.worker.tasks.test_classify import export, moved_values
-from worker.results_cli import plain_number
+from worker.results_cli import format_value
 from worker.tasks.labels.class_counts import label_metrics, label_sums
 from worker.tasks.registry import build, view
 
@@ -194,7 +194,7 @@ def test_standardized_numbers_are_reported_in_original_units(tiny, tmp_path):
     metrics = {metric.name: metric.value(sums) for metric in task.manifest.metrics}
     assert metrics["mse"] == pytest.approx(((answers - right) ** 2).mean(), rel=1e-4)
     assert metrics["mae"] == pytest.approx(np.abs(answers - right).mean(), rel=1e-4)
-    assert [plain_number(each) for each in (1234567.8, 0.25, -41000.5, 0, 1e-9)] == [
+    assert [format_value(each) for each in (1234567.8, 0.25, -41000.5, 0, 1e-9)] == [
         "1234570", "0.25", "-41000.5", "0", "1e-09",
     ]  # fmt: skip
     view_text = "\n".join(view(spec_of(tiny, prices_path, **NUMBER), 1))

@@ -57,7 +57,7 @@ class Classify(TransformerTask):
         loaded = with_added_tokens(loaded, spec.model, data.tokenizer)
         model = TrainableModel.of(loaded, spec.model, spec.lora, "SEQ_CLS", spec.seed)
         pretrained.check_length(loaded.model, spec.data.max_tokens)
-        check_tokens(max(samples.padding, samples.tokens.highest), loaded.vocabulary)
+        check_tokens(max(samples.padding, samples.tokens.max_element), loaded.vocabulary)
         subset = holdout.evaluation_subset(len(data.held_out), spec.data.holdout_samples, spec.seed)
         parts = parts_of_like_length(samples.tokens, data.held_out[subset], spec.seed)
         info = result_info(

@@ -101,7 +101,7 @@ def classify(
         return
     inputs = _texts(texts, info)
     samples = _encoded(inputs, tokenizer, info)
-    check_tokens(max(padding, samples.tokens.highest), loaded.vocabulary)
+    check_tokens(max(padding, samples.tokens.max_element), loaded.vocabulary)
     batches = [samples.batch(np.array([row])) for row in range(len(inputs))]
     trainable = classifier.trainable(
         info.seed,

@@ -45,7 +45,7 @@ class Tag(TransformerTask):
         loaded = with_added_tokens(loaded, spec.model, data.tokenizer)
         model = TrainableModel.of(loaded, spec.model, spec.lora, "TOKEN_CLS", spec.seed)
         pretrained.check_length(loaded.model, spec.data.max_tokens)
-        check_tokens(data.highest, loaded.vocabulary)
+        check_tokens(data.max_token, loaded.vocabulary)
         subset = holdout.evaluation_subset(len(data.held_out), spec.data.holdout_samples, spec.seed)
         parts = split_into_parts(data.held_out[subset], _PART_SAMPLES)
         options = loaded.forward_options

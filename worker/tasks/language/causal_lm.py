@@ -35,7 +35,7 @@ class CausalLM(TransformerTask):
     def __init__(self, spec: CausalLmRun) -> None:
         data = read_language_data(spec, spec.data.holdout)
         loaded = load_model(spec, data.tokenizer)
-        check_tokens(data.highest, loaded.vocabulary)
+        check_tokens(data.max_token, loaded.vocabulary)
         model = TrainableModel.of(loaded, spec.model, spec.lora, "CAUSAL_LM", spec.seed)
         options = loaded.forward_options
         if spec.data.packing:

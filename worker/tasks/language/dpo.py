@@ -39,7 +39,7 @@ class Dpo(TransformerTask):
         pretrained.refuse_drawn_weights(loaded, spec.model.source, "train it by causal-lm first")
         pretrained.check_length(loaded.model, spec.data.max_tokens)
         loaded = with_added_tokens(loaded, spec.model, data.tokenizer)
-        check_tokens(data.pairs.highest, loaded.vocabulary)
+        check_tokens(data.pairs.max_token, loaded.vocabulary)
         model = TrainableModel.of(loaded, spec.model, spec.lora, "CAUSAL_LM", spec.seed)
         subset = holdout.evaluation_subset(len(data.held_out), spec.data.holdout_samples, spec.seed)
         settings: dict[str, Any] = {"beta": spec.dpo.beta, "options": loaded.forward_options}

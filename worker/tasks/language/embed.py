@@ -45,7 +45,7 @@ class Embed(TransformerTask):
         pretrained.refuse_drawn_weights(loaded, str(spec.model.source), "take a pretrained one")
         pretrained.check_length(loaded.model, spec.data.max_tokens)
         loaded = with_added_tokens(loaded, spec.model, data.tokenizer)
-        check_tokens(max(data.padding, data.texts.highest), loaded.vocabulary)
+        check_tokens(max(data.padding, data.texts.max_element), loaded.vocabulary)
         model = TrainableModel.of(loaded, spec.model, spec.lora, "FEATURE_EXTRACTION", spec.seed)
         if spec.embed.learn_temperature:
             scale = torch.tensor(-math.log(spec.embed.temperature), dtype=torch.float32)

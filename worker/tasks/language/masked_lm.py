@@ -48,7 +48,7 @@ class MaskedLM(TransformerTask):
         pretrained.refuse_drawn_weights(loaded, spec.model.source, "take one with its head")
         pretrained.check_length(loaded.model, spec.data.max_tokens)
         loaded = with_added_tokens(loaded, spec.model, data.tokenizer)
-        check_tokens(data.highest, loaded.vocabulary)
+        check_tokens(data.max_token, loaded.vocabulary)
         self._masks = masks = Masks.of(data.tokenizer, loaded.vocabulary, spec.data.mask_share)
         self._train, self._length = data.train, spec.data.max_tokens
         model = TrainableModel.of(loaded, spec.model, spec.lora, "MASKED_LM", spec.seed)

@@ -58,7 +58,7 @@ class Seq2Seq(TransformerTask):
         pretrained.refuse_drawn_weights(loaded, spec.model.source, "take a pretrained one")
         pretrained.check_length(loaded.model, spec.data.max_tokens)
         loaded = with_added_tokens(loaded, spec.model, data.tokenizer)
-        check_tokens(max(data.highest, data.labels.highest), loaded.vocabulary)
+        check_tokens(max(data.max_token, data.labels.max_element), loaded.vocabulary)
         start = _start_token(loaded)
         model = TrainableModel.of(loaded, spec.model, spec.lora, "SEQ_2_SEQ_LM", spec.seed)
         subset = holdout.evaluation_subset(len(data.held_out), spec.data.holdout_samples, spec.seed)

@@ -48,7 +48,7 @@ class TeacherLogits:
             loaded, str(spec.model.source), "take a teacher with all of its weights"
         )
         vocabulary = min(loaded.vocabulary, len(tokenizer))
-        check_tokens(data.highest, vocabulary)
+        check_tokens(data.max_token, vocabulary)
         self._samples = data.train
         self._layout = layout = _layout(spec, vocabulary)
         module = loaded.model.requires_grad_(requires_grad=False)
