@@ -13,6 +13,7 @@ from blake3 import blake3
 from protocol.base.errors import DataError, MessageError, Mismatch
 from protocol.base.regular_file import read_json
 from protocol.exact.schedule import learning_rate
+from protocol.spec.cross_check import CrossCheck
 from protocol.spec.files.before_a_run import SCRIPT_DIRECTORY
 from protocol.spec.manifest import Manifest
 from protocol.spec.run_spec import RunSpec, parse_run_spec_bytes
@@ -92,8 +93,10 @@ class ExistingRun:
         if not first or script.path is None or self._identity.get("name") != script.name:
             return None
         if may_be_edited:
-            modules = self._digests.get(MODULES, "")
-            return replace(script, digest=first, first_modules=modules)
+            modules, cross_check = self._digests.get(MODULES, ""), self._cross_check
+            return replace(
+                script, digest=first, first_modules=modules, first_cross_check=cross_check
+            )
         if script.digest == first:
             return None
         self._require_script_file()
@@ -151,18 +154,28 @@ class ExistingRun:
             Mismatch: They differ; the message names the inputs.
         """
         stored = _manifest_in(self.directory)
-        if stored is None or stored.digest() == manifest.digest():
+        if stored is None:
             return
-        before, now = stored.digests, manifest.digests
-        names = sorted(name for name in {**before, **now} if before.get(name) != now.get(name))
+        names = stored.differences(manifest)
+        if not names:
+            self._check_cross_check(manifest)
+            return
         remedy = "restore what was changed"
         if names == [MODULES]:
             remedy = f'restore them, write resume="{EDITED}" if nothing that is trained changes'
         raise Mismatch(
-            f"resume: expected the {' and '.join(names) or 'model, sample counts or metrics'} that "
-            f"the run in {str(self.directory)!r} began with, got others: {remedy}, or use another "
-            "directory"
+            f"resume: expected the {' and '.join(names)} that the run in {str(self.directory)!r} "
+            f"began with, got others: {remedy}, or use another directory"
         )
+
+    def _check_cross_check(self, manifest: Manifest) -> None:
+        if self._cross_check is None:
+            return
+        origin = f"when the run in {str(self.directory)!r} started"
+        if difference := self._cross_check.difference(manifest.cross_check, origin):
+            raise Mismatch(
+                f'resume: {difference}; write resume="{EDITED}" if you mean to change it'
+            )
 
     def numerics_profiles(self) -> frozenset[str]:
         """Return the numerics profiles of all workers that have computed a step of this run."""
@@ -170,6 +183,11 @@ class ExistingRun:
             return frozenset(map(str, read_json(self.directory / "terms.json")["signatures"]))
         except (OSError, ValueError, KeyError, TypeError):
             return frozenset()
+
+    @property
+    def _cross_check(self) -> CrossCheck | None:
+        stored = _manifest_in(self.directory)
+        return None if stored is None else stored.cross_check
 
     @property
     def _digests(self) -> Mapping[str, str]:

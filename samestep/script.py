@@ -35,6 +35,7 @@ from protocol.base.errors import (
 )
 from protocol.base.regular_file import read_regular
 from protocol.machine.memory import describe_shortage
+from protocol.spec.cross_check import CrossCheck
 from protocol.spec.run_spec import RunSpec
 from samestep.name_conflicts import is_samestep_file
 from samestep.result import FitResult
@@ -62,11 +63,13 @@ class Script:
         digest: BLAKE3 of the file's bytes, 64 hex digits; empty without a file.
         first_modules: For an edited script that replaces that of a run: the digest of the modules
             beside the script when the run began.
+        first_cross_check: Likewise, the values that workers compared when the run began.
     """
 
     path: Path | None
     digest: str
     first_modules: str | None = None
+    first_cross_check: CrossCheck | None = None
 
     @property
     def name(self) -> str:
@@ -252,7 +255,7 @@ def build_task(
     if modules := script.modules_digest():
         digests[MODULES] = modules
     with trial_device(*backend) as device:
-        return ScriptTask(check_task(user_task), spec, digests, device)
+        return ScriptTask(check_task(user_task), spec, digests, device, script.first_cross_check)
 
 
 def takes_options(build: Build) -> bool:

@@ -149,6 +149,8 @@ STEP_EMBEDDINGS_BYTES: Final = 1024 * MIB
 """Embeddings and labels of one step; the coordinator and every worker hold a copy."""
 UNLIKE_MICROBATCHES: Final = 64
 """Microbatches of a subtree that a worker reports for embeddings with other bits."""
+SCRIPT_CONSTANTS: Final = 256
+"""Constants of a script that workers compare, in a manifest."""
 NAME_CHARACTERS: Final = 200
 SECRET_FILE_CHARACTERS: Final = 16 * MIB
 """The largest secret file is a coordinator's file of all worker keys."""

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from protocol.base import limits
 from protocol.base.errors import MessageError
 from protocol.base.fields import PRINTABLE, Small
+from protocol.spec.cross_check import CrossCheck
 from protocol.spec.sampling import Sampling
 
 FLOAT16_BYTES: Final = 2
@@ -372,6 +373,8 @@ class Manifest(_Frozen):
     """Sizes of row groups by file, if samples are in files that are read by row group."""
     sampling: Sampling | None = None
     """How an epoch's samples are drawn; None if an epoch uses each sample once."""
+    cross_check: CrossCheck | None = None
+    """Values of a script that workers compare with a tolerance; not part of the digest."""
 
     @model_validator(mode="after")
     def _check_tensors_and_metrics(self) -> Manifest:
@@ -410,12 +413,15 @@ class Manifest(_Frozen):
         return sum(block.elements for block in self.blocks)
 
     def to_bytes(self) -> bytes:
-        """Return the canonical document, which is sent and digested."""
+        """Return the canonical document, which is sent and saved."""
+        return self._document(set())
+
+    def _document(self, left_out: set[str]) -> bytes:
         # Unused keys are left out, so that the digest is the same as in earlier releases.
         unset: dict[str, Any] = {
             name: True
-            for name in ("capture", "embeddings", "row_groups", "sampling")
-            if not getattr(self, name)
+            for name in ("capture", "embeddings", "row_groups", "sampling", "cross_check")
+            if name in left_out or not getattr(self, name)
         }
         defaults = {
             kind
@@ -442,4 +448,13 @@ class Manifest(_Frozen):
             raise MessageError(f"expected a manifest, got {first['msg']}{location_text}") from None
 
     def digest(self) -> str:
-        return blake3(self.to_bytes()).hexdigest()
+        """Return the digest of everything that must be equal on all workers."""
+        return blake3(self._document({"cross_check"})).hexdigest()
+
+    def differences(self, other: Manifest) -> list[str]:
+        """Name what must be equal and is not: digests, or else the shape of model and data."""
+        if self.digest() == other.digest():
+            return []
+        names = self.digests.keys() | other.digests.keys()
+        differing = sorted(n for n in names if self.digests.get(n) != other.digests.get(n))
+        return differing or ["model shape, sample counts or metrics"]

@@ -66,16 +66,18 @@ class RunningScript:
         assert line is not None, (self.lines, standard_error_of(self.process))
         return line
 
-    def start_worker(self, name: str, *arguments: str) -> Process:
+    def start_worker(
+        self, name: str, *arguments: str, environment: Mapping[str, str] | None = None
+    ) -> Process:
         """Start a separate worker."""
         return start(
             "worker", "--coordinator", self.address, "--name", name, *arguments,
-            cwd=self.script.parent,
+            cwd=self.script.parent, environment=environment,
         )  # fmt: skip
 
-    def script_worker(self, name: str) -> Process:
+    def script_worker(self, name: str, environment: Mapping[str, str] | None = None) -> Process:
         """Start a worker with the script."""
-        return self.start_worker(name, str(self.script))
+        return self.start_worker(name, str(self.script), environment=environment)
 
     def start_paused_worker(self, name: str, step: int) -> tuple[Hold, Process]:
         """Start a worker with the script that pauses in this step."""

@@ -814,14 +814,7 @@ def _task_mismatch(builds: Sequence[events.Built]) -> str:
     """Describe how the devices' tasks for one run spec differ; empty if they are the same."""
     first_build = builds[0]
     for second_build in builds[1:]:
-        first_digests, second_digests = first_build.manifest.digests, second_build.manifest.digests
-        differences = [
-            key
-            for key in sorted(first_digests.keys() | second_digests)
-            if first_digests.get(key) != second_digests.get(key)
-        ]
-        if not differences and first_build.manifest.digest() != second_build.manifest.digest():
-            differences = ["model shape, sample counts or metrics"]
+        differences = first_build.manifest.differences(second_build.manifest)
         if first_build.initial_digest != second_build.initial_digest:
             differences.append("initial weights")
         if differences:
@@ -830,6 +823,13 @@ def _task_mismatch(builds: Sequence[events.Built]) -> str:
                 "this machine, got different ones: draw from a generator seeded with the run "
                 "spec's seed"
             )
+        cross_check = first_build.manifest.cross_check
+        if cross_check is not None and (
+            difference := cross_check.difference(
+                second_build.manifest.cross_check, "on this machine's first device"
+            )
+        ):
+            return difference
     return ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -25,6 +26,7 @@ from backends.losses.coupled_loss import backward_loss
 from protocol.base import limits
 from protocol.base.errors import DataError, SamestepError, describe_error, describe_raised
 from protocol.exact.digest import digest_arrays
+from protocol.spec.cross_check import CrossCheck
 from protocol.spec.manifest import Block, Manifest, Metric
 from protocol.spec.run_spec import RunSpec
 from worker.models.blocks import cut_by_size
@@ -56,6 +58,7 @@ from worker.tasks.checks.reachable_state import (
     reachable_tensors,
     refuse_changes,
 )
+from worker.tasks.checks.script_constants import script_constants
 
 _CHECKED_SAMPLES: Final = 64
 """Number of samples that are checked, spread evenly over the data set."""
@@ -64,6 +67,10 @@ _DRAW_CHECK_S: Final = 1.0
 _FIELDS: Final = fields(UserTask)
 _BATCH_SOURCES: Final = ("train", "held_out", "collate")
 """Fields of the user's task that are used to build a batch."""
+_COMPUTING_FIELDS: Final = (
+    "module", "loss", "weight", "metrics", "evaluate", "embed", "batch_loss",
+)  # fmt: skip
+"""Fields of the user's task that compute what is trained and measured from a batch."""
 _COUNTS: Final = "samestep.counted"
 """Name of an extra array of an evaluation batch: its weight and its number of samples."""
 
@@ -73,6 +80,7 @@ class ScriptTask:
 
     Attributes:
         user: The task that the user's `build` returned.
+        cross_check: This task's values to compare with other workers'.
         sampled_digests: Digests of the data sets that are not read completely, and how much was
             read; by name in the manifest. Tensors are read completely.
 
@@ -81,6 +89,8 @@ class ScriptTask:
         spec: The run spec.
         digests: Digests of the script and of modules that it imports from its folder.
         device: The device that tests the loss; the module is on the CPU before and after.
+        earlier_cross_check: For an edited script, the manifest's `cross_check` of the run that it
+            resumes; None: this task's.
 
     Raises:
         DataError: The task cannot be trained; the error says what to write instead.
@@ -93,6 +103,7 @@ class ScriptTask:
         spec: RunSpec,
         digests: Mapping[str, str],
         device: torch.device = _CPU,
+        earlier_cross_check: CrossCheck | None = None,
     ) -> None:
         self.user = user
         self._device = device
@@ -117,6 +128,7 @@ class ScriptTask:
             buffers = self._buffer_blocks() if self._is_microbatch_unit else ()
             self._check_training(StepBuffers(user.module, buffers))
             self._check_evaluation()
+            self.cross_check = self._cross_check()
             data = self._data_digests(spec.options.get("read"))
             if frozen := _FrozenTensors(user.module):
                 data["frozen_weights"] = digest_arrays(frozen)
@@ -129,6 +141,7 @@ class ScriptTask:
                 digests={**data, **digests},
                 notes={"buffers_averaged": sum(len(b.tensors) for b in buffers)} if buffers else {},
                 embeddings=None if self._coupled is None else self._coupled.layout,
+                cross_check=earlier_cross_check or self.cross_check,
             )
             self.trainable = Trainable(
                 blocks=self.manifest.blocks,
@@ -593,6 +606,35 @@ class ScriptTask:
         if len(metrics) > max_metrics:
             raise DataError(f"evaluate: expected at most {max_metrics} metrics, got {len(metrics)}")
         return tuple(sorted(metrics))
+
+    def _cross_check(self) -> CrossCheck:
+        """Collect what the script reads and computes, to compare with other workers."""
+        objects = self.user_objects()
+        constants = script_constants({name: objects[name] for name in _COMPUTING_FIELDS})
+        return CrossCheck(constants=constants, first_loss=self._first_evaluation_loss())
+
+    def _first_evaluation_loss(self) -> float | None:
+        """Compute the loss per sample of the first samples in evaluation mode.
+
+        Returns:
+            None if the loss depends on random draws, is not finite, or fails in evaluation mode.
+        """
+        module, samples = self.user.module, self._samples_from(0)
+        arrays = self._nested.flatten(self._collate(self.user.train, samples, 1))
+        losses = []
+        try:
+            for seed in range(2):
+                device_arrays = self._on_device(arrays)
+                with preserve_modes(module), torch.no_grad(), seed_generators(seed, self._device):
+                    module.eval()
+                    with self._nested.rebuild(device_arrays) as batch:
+                        losses.append(self._evaluation_loss(module, batch))
+        except Exception as error:
+            if is_machine_specific(error):
+                raise
+            return None  # training mode was tested before
+        loss = losses[0] / (1 if self._is_microbatch_unit else len(samples))
+        return loss if losses[0] == losses[1] and math.isfinite(loss) else None
 
     def _check_weights(self) -> None:
         """Check that some samples, or microbatches if that is the unit, have a weight above 0."""

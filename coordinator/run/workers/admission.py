@@ -66,7 +66,6 @@ class Admission:
         self._exactness = exactness
         self._members = members
         self._manifest = manifest
-        self._manifest_digest = manifest.digest()
         self._is_resumed = False
         self._numerics_profile: str | None = None
         self._first_device = ""
@@ -114,14 +113,8 @@ class Admission:
 
         Evaluators contribute no gradients, so only their manifest is compared.
         """
-        if manifest.digest() != self._manifest_digest:
-            run_digests, worker_digests = self._manifest.digests, manifest.digests
-            keys = sorted(
-                k
-                for k in run_digests.keys() | worker_digests.keys()
-                if run_digests.get(k) != worker_digests.get(k)
-            )
-            differing_items = ", ".join(keys) or "model shape, sample counts or metrics"
+        if differences := self._manifest.differences(manifest):
+            differing_items = ", ".join(differences)
             if self._is_resumed:
                 return (
                     f"expected the {differing_items} that the run started with, got another "
@@ -131,6 +124,10 @@ class Admission:
                 f"expected the same {differing_items} as the run's first worker, got another "
                 "digest: use the same files and package versions on every machine"
             )
+        if (cross_check := self._manifest.cross_check) is not None:
+            origin = "when the run started" if self._is_resumed else "on the run's first worker"
+            if difference := cross_check.difference(manifest.cross_check, origin):
+                return difference
         if evaluates:
             return ""
         if self._exactness == "require" and ready.signature != self._numerics_profile:

@@ -23,12 +23,10 @@ import logging
 import operator
 import random
 import re
-import sysconfig
 from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import partial
 from types import (
     BuiltinMethodType,
     CodeType,
@@ -48,6 +46,7 @@ from torch import nn
 
 from backends.checks.trainable_checks import WHOLE_MICROBATCH
 from protocol.base.errors import DataError
+from worker.tasks.checks.user_code import is_user_file
 
 State = dict[str, int | str]
 """By path: a value as text, or the length of a list or set, which may grow."""
@@ -72,14 +71,6 @@ _DOT: Final = r".\1"
 _SCALAR_TYPES = bool, int, float, complex, str, bytes, bytearray, array, np.generic, type(None)
 _METHODS = MethodType | BuiltinMethodType | MethodWrapperType
 _SKIPPED = ModuleType, io.IOBase, logging.Logger, logging.Handler, torch.dtype, torch.device
-_LIBRARY: Final = tuple(
-    Path(sysconfig.get_paths()[name]).resolve() for name in ("stdlib", "purelib", "platlib")
-)
-
-_ROOT: Final = Path(__file__).resolve().parents[3]
-_OWN_PACKAGES: Final = tuple(
-    _ROOT / name for name in ("backends", "coordinator", "protocol", "samestep", "worker")
-)
 _ELEMENT: Final = re.compile(r"\[\d+\]")
 """Matches the path to an entry of a list, such as a window or a log, whose values may change."""
 _CONTAINERS: Final = (dict, OrderedDict, defaultdict, list, deque, set)
@@ -333,7 +324,7 @@ def _counts_as_state(value: object, *, counted_above: bool) -> bool:
     if isinstance(value, list | tuple | deque | set | dict | partial | _METHODS):
         return counted_above
     if isinstance(value, FunctionType):
-        return _of_user(value.__code__.co_filename)
+        return is_user_file(value.__code__.co_filename)
     if isinstance(value, nn.Module | SimpleNamespace | Iterator):
         return True
     kind = value if isinstance(value, type) else type(value)
@@ -402,7 +393,7 @@ def _slots(kind: type) -> Iterable[str]:
 def _of_class(kind: type) -> _Members:
     """Yield attributes and functions of an object's user classes."""
     for base_class in kind.__mro__:
-        if any(_of_user(f.__code__.co_filename) for f in _functions(base_class)):
+        if any(is_user_file(f.__code__.co_filename) for f in _functions(base_class)):
             for name, value in list(vars(base_class).items()):
                 if not name.startswith("__") and not hasattr(type(value), "__get__"):
                     yield f"{base_class.__name__}.{name}", value
@@ -420,7 +411,7 @@ def _functions(kind: type) -> list[FunctionType]:
 
 def _users_functions(kind: type) -> Iterator[FunctionType]:
     for base_class in kind.__mro__:
-        yield from (f for f in _functions(base_class) if _of_user(f.__code__.co_filename))
+        yield from (f for f in _functions(base_class) if is_user_file(f.__code__.co_filename))
 
 
 def _of_function(path: str, function: FunctionType) -> _Members:
@@ -431,12 +422,12 @@ def _of_function(path: str, function: FunctionType) -> _Members:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # the cell is empty
             yield f"{path}.{name}", cell.cell_contents
-    if not _of_user(function.__code__.co_filename):
+    if not is_user_file(function.__code__.co_filename):
         return
     names = _names(function.__code__)
     for name in names & function.__globals__.keys():
         value = function.__globals__[name]
-        if isinstance(value, ModuleType) and _of_user(getattr(value, "__file__", None) or "<"):
+        if isinstance(value, ModuleType) and is_user_file(getattr(value, "__file__", None) or "<"):
             shared_names = names & vars(value).keys()
             yield from (
                 (f"{name}.{shared_name}", vars(value)[shared_name]) for shared_name in shared_names
@@ -448,15 +439,6 @@ def _names(code: CodeType) -> set[str]:
     """Return the globals and attributes that a function and its inner functions mention."""
     inner_codes = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return set(code.co_names).union(*map(_names, inner_codes))
-
-
-@lru_cache(maxsize=4096)
-def _of_user(file: str) -> bool:
-    """Return whether code is the user's: not Python's, not installed, not samestep's."""
-    if file.startswith("<"):
-        return not file.startswith(("<frozen", "<string", "<__array"))  # a prompt, a notebook
-    path = Path(file).resolve()
-    return not any(path.is_relative_to(home) for home in (*_OWN_PACKAGES, *_LIBRARY))
 
 
 # Frozen tensors of a module: all elements.
