@@ -42,6 +42,7 @@ UNITS = {
     "CHARACTERS",
     "CHUNKS",
     "CONNECTIONS",
+    "CONSTANTS",
     "COUNT",
     "DEVICES",
     "ELEMENTS",

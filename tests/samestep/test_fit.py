@@ -196,7 +196,7 @@ def of_an_older_default():
     """Make the directory of a run that began with another log mode, and halted."""
 
     def once_not_finite(module, batch):
-        return squares(module, batch) * (float("nan") if is_call(module, 20) else 1.0)
+        return squares(module, batch) * (float("nan") if is_call(module, 22) else 1.0)
 
     build, settings = partial(line, loss=once_not_finite), {"log": "full"}
     with pytest.raises(SamestepError, match="halted"):
@@ -256,7 +256,7 @@ def test_an_interrupt_drains_and_the_run_continues_with_the_same_bits(interrupt,
         show(line)
 
     def loss(module, batch):
-        if is_call(module, 20):
+        if is_call(module, 22):
             interrupt()
             SENT.set()
         return squares(module, batch)
@@ -279,7 +279,7 @@ def test_interrupt_before_the_first_step_leaves_nothing(interrupt, capsys, monke
     monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
 
     def loss(module, batch):
-        if is_call(module, 3):  # the worker's call: its device checks the model's output
+        if is_call(module, 5):  # the worker's call: its device checks the model's output
             interrupt()
         return squares(module, batch)
 
@@ -292,7 +292,7 @@ def test_interrupt_before_the_first_step_leaves_nothing(interrupt, capsys, monke
 
 def test_halt_ends_the_call_and_the_run_continues_after_a_repair():
     def once_not_finite(module, batch):
-        return squares(module, batch) * (float("nan") if is_call(module, 20) else 1.0)
+        return squares(module, batch) * (float("nan") if is_call(module, 22) else 1.0)
 
     uninterrupted = samestep.fit(line, steps=20, **FEW)
     with pytest.raises(SamestepError, match=r"halted: .*non-finite.*resume=True") as error_info:

@@ -80,7 +80,6 @@ class ScriptTask:
 
     Attributes:
         user: The task that the user's `build` returned.
-        cross_check: This task's values to compare with other workers'.
         sampled_digests: Digests of the data sets that are not read completely, and how much was
             read; by name in the manifest. Tensors are read completely.
 
@@ -128,7 +127,6 @@ class ScriptTask:
             buffers = self._buffer_blocks() if self._is_microbatch_unit else ()
             self._check_training(StepBuffers(user.module, buffers))
             self._check_evaluation()
-            self.cross_check = self._cross_check()
             data = self._data_digests(spec.options.get("read"))
             if frozen := _FrozenTensors(user.module):
                 data["frozen_weights"] = digest_arrays(frozen)
@@ -141,7 +139,7 @@ class ScriptTask:
                 digests={**data, **digests},
                 notes={"buffers_averaged": sum(len(b.tensors) for b in buffers)} if buffers else {},
                 embeddings=None if self._coupled is None else self._coupled.layout,
-                cross_check=earlier_cross_check or self.cross_check,
+                cross_check=earlier_cross_check or self._cross_check(),
             )
             self.trainable = Trainable(
                 blocks=self.manifest.blocks,

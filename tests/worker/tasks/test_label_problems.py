@@ -83,7 +83,9 @@ def test_loss_and_scores_equal_transformers(tiny, rows, tmp_path, data):
         with torch.no_grad():
             scores = model(**arrays).logits[:, 0].numpy()
         assert metrics["mse"] == pytest.approx(((scores - part.arrays["labels"]) ** 2).mean())
-        assert metrics["pearson"] == pytest.approx(np.corrcoef(scores, part.arrays["labels"])[0, 1])
+        # The untrained scores are nearly equal, so that rounding changes their correlation.
+        correlation = np.corrcoef(scores, part.arrays["labels"])[0, 1]
+        assert metrics["pearson"] == pytest.approx(correlation, rel=1e-3)
     program.close()
 
 
