@@ -115,8 +115,7 @@ class ScriptTask:
         self._seed = spec.seed
         self._part_samples = spec.batch.microbatch
         self._evaluation_sets = EvaluationSets(user.held_out, self._part_samples)
-        self._evaluate_names: tuple[str, ...] = ()
-        self._set_metric_names: tuple[str, ...] = ()
+        self._evaluate_names = self._set_metric_names = tuple[str, ...]()
         self._is_microbatch_unit = user.unit == "microbatch"
         self._check_shared_memory()
         self._check_reads()
