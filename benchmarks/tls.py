@@ -126,7 +126,7 @@ async def _measure_sending(pipe: Any, megabytes: int, context: ssl.SSLContext | 
 
     async def send_all(channel: Channel) -> None:
         for number in range(chunks):
-            await channel.room()
+            await channel.wait_for_room()
             metadata = {"digest": "0" * 64, "offset": number * limits.BODY_BYTES}
             channel.send(encode(BlobChunk(**metadata, run_id="r"), body))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
@@ -364,7 +365,7 @@ def give_up(control: Control = DEFAULT_CONTROL) -> None:
     resume_command = (
         serving_command
         if answer["serving"]
-        else f"coordinator --resume --out {answer['directory']}"
+        else f"coordinator --resume --out {shlex.quote(answer['directory'])}"
     )
     typer.echo(
         f"gave up {answer['run_id']} after {answer['step']} steps; to resume: {resume_command}"

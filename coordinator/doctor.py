@@ -1,7 +1,7 @@
-"""`coordinator doctor`: check for common causes that keep a coordinator from working or from being
-reached.
+"""`coordinator doctor`: check for common causes that keep a coordinator from working, or workers
+from reaching it.
 
-The command changes nothing. It may run while a coordinator works, and then examines it.
+The command changes nothing. If a coordinator is running, the command examines it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import errno
 import http.client
 import json
 import os
+import shlex
 import socket
 import ssl
 import stat
@@ -26,8 +27,8 @@ from typing import Final
 from coordinator.disk.directory_lock import is_locked
 from coordinator.members.credentials import RENEWAL
 from coordinator.members.listening import (
+    address_from_here,
     bind_failure,
-    from_here,
     is_loopback,
     reachable_addresses,
     require_loopback,
@@ -74,7 +75,7 @@ class ServicePlan:
 
 
 def examine(plan: ServicePlan) -> Iterator[Finding]:
-    """Run all checks, in the order in which they matter."""
+    """Yield the findings of all checks, the most important checks first."""
     yield machine_checks.release()
     yield from machine_checks.packages()
     yield machine_checks.kernels()
@@ -106,7 +107,7 @@ def _state(home: Path) -> Iterator[Finding]:
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         yield warning(
             "state mode", f"{str(directory)!r} is open to others (mode {mode:04o})",
-            f"chmod 700 {directory}",
+            f"chmod 700 {shlex.quote(str(directory))}",
         )  # fmt: skip
     else:
         yield ok("state mode", f"{mode:04o}")
@@ -224,7 +225,8 @@ def _runs(directory: Path) -> Iterator[Finding]:
     if has_coordinator:
         yield ok("runs", f"a coordinator works in {str(directory)!r}: {names or 'no run now'}")
     elif unfinished:
-        yield warning("runs", f"unfinished: {names}", f"coordinator --out {directory} --resume")
+        command = f"coordinator --out {shlex.quote(str(directory))} --resume"
+        yield warning("runs", f"unfinished: {names}", command)
     else:
         yield ok("runs", f"none unfinished in {str(directory)!r}")
 
@@ -248,7 +250,7 @@ def _workers_port(host: str, port: int, certificate: bytes | None) -> Iterator[F
         if error.errno != errno.EADDRINUSE:
             yield failure(check, bind_failure("--bind", host, port, error))
             return
-        served_certificate = _certificate_at(from_here(host), port)
+        served_certificate = _certificate_at(address_from_here(host), port)
         if served_certificate is None or served_certificate != certificate:
             yield failure(check, bind_failure("--bind", host, port, error))
             return

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from coordinator.members.listening import from_here
+from coordinator.members.listening import address_from_here
 from protocol.base.address import format_address
 from protocol.base.errors import ExitCode, RunFailed
 from protocol.cli.command_line import child_environment, command_of
@@ -28,15 +28,16 @@ _CANNOT_BEGIN: Final = (ExitCode.USAGE, ExitCode.UNREACHABLE, ExitCode.MISMATCH)
 class LocalWorkers:
     """Child processes that run `worker` against this coordinator.
 
-    A worker that was ended by a signal is restarted: the kernel's OOM killer may have chosen it
-    because of another process. A worker that ended by itself is not restarted. A terminal's Ctrl-C
-    reaches only the coordinator, which lets the workers finish the step first. Each worker holds
-    one end of a pipe, and ends when the other end closes: a killed coordinator leaves no workers.
+    A worker that a signal killed is restarted, up to `RESTARTS` times: the kernel's OOM killer may
+    have chosen it because of another process. A worker that ended by itself, or after a signal that
+    asks a process to end, is not restarted. A terminal's Ctrl-C reaches only the coordinator, which
+    lets the workers finish a step in progress first. Each worker holds one end of a pipe, and ends
+    when the other end closes: a killed coordinator leaves no workers.
 
     Args:
         address: Address of the coordinator.
         backend: Backend of each worker.
-        devices: Devices, by number or part of their name; empty: each worker takes the first one.
+        devices: Devices, by number or part of their name; empty: the worker chooses.
         token_file: The file of the join token, which is passed instead of the token.
         tell: Prints a line about a restart.
         plaintext: Whether to connect without TLS.
@@ -57,7 +58,7 @@ class LocalWorkers:
     ) -> None:
         self._command = [
             *command_of("worker"),
-            "--coordinator", format_address(from_here(address[0]), address[1]),
+            "--coordinator", format_address(address_from_here(address[0]), address[1]),
             "--quiet", "--end-with-stdin", "--backend", backend,
             *(["--plaintext"] if plaintext else []),
         ]  # fmt: skip
@@ -120,7 +121,7 @@ class LocalWorkers:
         return self._processes[name]
 
     async def _supervise(self, name: str, arguments: list[str]) -> int:
-        """Wait for the end of a worker, through its restarts; return its last exit code."""
+        """Restart a worker that a signal kills; return its last exit code."""
         code = await self._processes[name].wait()
         for restart in range(1, RESTARTS + 1):
             if code >= 0 or -code in _END_SIGNALS or self._ending:

@@ -29,7 +29,7 @@ from coordinator.operator.structured_log import set_up_logging
 from coordinator.options import CoordinatorOptions, resume_command
 from coordinator.run.outputs.events import Event
 from coordinator.service.events import Draining
-from coordinator.service.run_instance import given_up_runs, unfinished_runs
+from coordinator.service.run_instance import abandoned_runs, unfinished_runs
 from coordinator.service.service import Service, Settings
 from coordinator.storage.copies import check_no_run, restore_copy
 from coordinator.storage.directory.run_directory import RunDirectory
@@ -299,8 +299,8 @@ def _queue(
     if options.spec is not None:
         service.submit(options.spec, directory, blobs)
         return True
-    if given_up := given_up_runs(directory):
-        text = f"not resumed, because an operator gave them up: {', '.join(given_up)}"
+    if given_up := abandoned_runs(directory):
+        text = f"not resumed, because an operator has given them up: {', '.join(given_up)}"
         console.print(Text(f"{text}; `coordinator resume RUN` resumes one"), soft_wrap=True)
     for run in unfinished_runs(directory):
         try:
@@ -337,8 +337,8 @@ async def _tick(
 
 
 async def _until_over(service: Service, local: LocalWorkers | None) -> None:
-    """Wait for the end of the service; a single run ends if all workers were local and have
-    ended."""
+    """Wait for the end of the service. A single run ends as failed once all local workers have
+    ended and no other worker is connected."""
 
     async def end_with_workers() -> None:
         assert local is not None
@@ -384,7 +384,7 @@ def _ending(service: Service) -> _Ending:
         return _Ending(ExitCode.OK)
     outcome, run = execution.outcome, execution.run
     if outcome.outcome == "failed":
-        has_checkpoint = run.checkpoints.saved_step is not None and not execution.superseded
+        has_checkpoint = run.checkpoints.saved_step is not None and not execution.is_superseded
         is_resumable = has_checkpoint and outcome.is_resumable
         return _Ending(outcome.exit_code, outcome.reason, is_resumable)
     is_drained = outcome.outcome == "drained" and run.steps_committed > 0

@@ -1,4 +1,4 @@
-"""A run spec from the few options of a one-line command.
+"""Make a run spec from the few options of a one-line command.
 
 `coordinator --task classify --model DIR --data train.jsonl --num-classes 2` is a whole job; with
 `--run RUN.yaml` the same options override that file's keys.
@@ -56,7 +56,7 @@ class ShortForms:
 def run_spec_from(
     run: Path | None, short_forms: ShortForms, overrides: list[str]
 ) -> RunSpec | None:
-    """Return the run spec of the command line; None without one.
+    """Return the run spec of the command line; None if it names no run.
 
     Raises:
         UsageError: A short form without a task or a run spec.

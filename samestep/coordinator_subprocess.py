@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO, Any, Final, Self
 
-from coordinator.members.listening import from_here
+from coordinator.members.listening import address_from_here
 from protocol.base.address import parse_address
 from protocol.base.errors import ExitCode, SamestepError, Unreachable, error_for
 from protocol.cli.command_line import EndRequests, child_environment, command_of
@@ -218,7 +218,7 @@ class CoordinatorSubprocess:
             match document["event"]:
                 case "listening":
                     host, port = parse_address(document["address"], "--bind")
-                    self._event_queue.put(CoordinatorListening((from_here(host), port)))
+                    self._event_queue.put(CoordinatorListening((address_from_here(host), port)))
                 case "record":
                     if row := row_of_record(document["record"]):
                         self._event_queue.put(NewRow(row))

@@ -14,7 +14,7 @@ from typing import Any
 from backends.base.interface import Backend
 from backends.scripted import ScriptedBackend
 from coordinator.run.outputs.events import Event
-from coordinator.service.events import document
+from coordinator.service.events import event_fields
 from coordinator.service.service import Service, Settings
 from protocol.base.errors import ExitCode
 from protocol.spec.run_spec import RunSpec, parse_run_spec
@@ -74,7 +74,7 @@ class LiveService:
         return self.service.address[1]
 
     def emit(self, event: Event, run_id: str = "") -> None:
-        self.events.append({"event": event.name, **document(event, run_id)})
+        self.events.append({"event": event.name, **event_fields(event, run_id)})
         self.changed.set()
 
     def start_worker(

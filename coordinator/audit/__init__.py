@@ -1,4 +1,4 @@
-"""Afterwards: what a run's files prove, and its report.
+"""The audit of a run's files, and the report of a run.
 
 Imports `coordinator.run.outputs` and `coordinator.storage`. Start with `audit`.
 """

@@ -1,4 +1,4 @@
-"""The audit of a run's directory: what its files prove, and what they do not.
+"""The audit of a run's directory: the proofs in its files, and the gaps in them.
 
 It only reads. It needs no run in progress, no worker, no model and no data: journal, checkpoints,
 log and result are compared with each other, and every step whose gradients are in the log is
@@ -76,7 +76,7 @@ class AuditResult:
 
 @dataclass(slots=True)
 class _Evidence:
-    """What the checks read, and their findings."""
+    """The content of a run's files, for the checks, and the findings so far."""
 
     directory: RunDirectory
     verified: VerifiedJournal
@@ -231,7 +231,7 @@ def _check_files(evidence: _Evidence) -> None:
 
 
 def _check_captured(evidence: _Evidence, manifest: Manifest) -> None:
-    """Check that no captured rows are missing: they are durable before their commit."""
+    """Check that no captured rows are missing: rows are durable before their step's commit."""
     commit_count = len(evidence.history.commits)
     directory = evidence.directory.path
     try:
@@ -249,7 +249,7 @@ def _check_captured(evidence: _Evidence, manifest: Manifest) -> None:
 
 
 def _check_changes(evidence: _Evidence) -> None:
-    """Name the changes of the run spec; only some keys may change in a run that has begun."""
+    """Note the changes of the run spec; only some keys may change in a run that has begun."""
     history = evidence.history
     if history.start is None:
         return
@@ -461,7 +461,8 @@ def _check_result(evidence: _Evidence, manifest: Manifest, proof: StateProof) ->
 
 
 def _check_exported_files(evidence: _Evidence, exported: object) -> None:
-    """Check labels, tokenizer and configuration, which decide what the weights mean."""
+    """Check the exported files against the digests in `result.json`: labels, tokenizer and
+    configuration give the weights their meaning."""
     if not isinstance(exported, dict):
         text = "only the weights of the exported files are checked: an older release wrote them"
         evidence.note("result", ok=True, text=text)

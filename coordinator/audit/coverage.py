@@ -26,7 +26,7 @@ from protocol.spec.sampling import Sampling
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Which samples were used.
+    """The use of samples in each epoch.
 
     Attributes:
         epochs: For each epoch that has begun: how many samples (or draws) were used once, how many
@@ -49,7 +49,7 @@ def cover_samples(
 ) -> Coverage:
     """Count how often each sample was used, and check that plans account for every commit.
 
-    Draws with replacement may use a sample several times: then each draw must be used once.
+    Sampling with replacement may use a sample several times: then each draw must be used once.
     """
     order = order_of_steps(spec, train_samples, row_groups, sampling)
     faults: list[str] = []

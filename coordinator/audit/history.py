@@ -1,4 +1,4 @@
-"""A run's journal in order: which commits are valid, and what was planned for them.
+"""The history of a run from its journal: the valid commits, and the plans for them.
 
 A restart may roll back commits (see `Resumed.step`); their steps are repeated.
 """

@@ -36,7 +36,7 @@ class RecomputedStep(NamedTuple):
 
 
 class Recompute(Protocol):
-    """Recomputes a step; see `coordinator.recomputing`."""
+    """A function that recomputes a step; see `coordinator.recomputing`."""
 
     def __call__(
         self, step: int, loss_scale: float, parameters: Sequence[Array]
@@ -85,9 +85,9 @@ class RecomputeCheck:
         )
 
     def compare(self, request: RecomputeRequest) -> None:
-        """Draw steps, recompute them and compare.
+        """Choose random steps, recompute them and compare.
 
-        Nobody can predict which steps are drawn, which deters forgery.
+        Nobody can predict the chosen steps, which deters forgery.
 
         Raises:
             SamestepError: A step cannot be recomputed on this machine.

@@ -1,6 +1,6 @@
-"""The report of a run: one HTML page about what happened, from the journal alone.
+"""The report of a run: one HTML page, made from the journal, and an audit's result if there is one.
 
-It loads nothing and executes nothing. Every text from outside is escaped.
+The page loads nothing and executes nothing. Every text from outside is escaped.
 """
 
 from __future__ import annotations
@@ -392,8 +392,8 @@ def _audit(audited: AuditResult | None) -> str:
 def _articles(entries: Sequence[Entry]) -> str:
     counts: dict[str, int] = {}
     for entry in entries:
-        kind = record_name(type(entry.record))
-        counts[kind] = counts.get(kind, 0) + 1
+        name = record_name(type(entry.record))
+        counts[name] = counts.get(name, 0) + 1
     rows = [
         (
             record_name(record),

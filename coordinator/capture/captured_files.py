@@ -30,7 +30,7 @@ from protocol.base import limits
 from protocol.base.errors import StorageDamaged, UsageError
 from protocol.datasets.capture_index import INDEX, SUFFIX, CapturedFile, CaptureIndex
 from protocol.datasets.logits_file import (
-    CaptureFacts,
+    CaptureMetadata,
     LogitsFile,
     Records,
     records_of,
@@ -65,7 +65,7 @@ class CapturedFiles:
     ) -> None:
         assert manifest.capture is not None
         self._layout: CaptureLayout = manifest.capture
-        self._facts = CaptureFacts(
+        self._facts = CaptureMetadata(
             teacher=manifest.digests["base_weights"],
             tokenizer=manifest.digests["vocabulary"],
             layout=self._layout,
@@ -81,7 +81,7 @@ class CapturedFiles:
         self._spool: tuple[int, Spool] | None = None
 
     def keep(self, step: int, content: Sequence[Bytes]) -> None:
-        """Make the rows of a step durable; its commit follows.
+        """Make the rows of a step durable, before its commit.
 
         Raises:
             StorageDamaged: Rows of an earlier committed step are missing.

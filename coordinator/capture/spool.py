@@ -79,7 +79,7 @@ class Spool:
             self._file = self._truncate(self._frames[-1].end if self._frames else 0)
 
     def append(self, step: int, content: Sequence[Bytes]) -> None:
-        """Make a step's rows durable, replacing those of an earlier attempt.
+        """Make a step's rows durable; they replace rows of this step and of later ones.
 
         Raises:
             StorageFailed: A write failed.

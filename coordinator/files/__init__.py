@@ -1,4 +1,4 @@
-"""The files that workers fetch: found, hashed and served.
+"""The files that workers fetch: their permission, index and server.
 
 Imports `coordinator.disk`. Start with `blob_index`.
 """

@@ -1,4 +1,4 @@
-"""The files of a run, found and hashed on the coordinator's machine before any worker is asked.
+"""The index of a run's files, which the coordinator finds and hashes before it asks any worker.
 
 So a missing file is an error at once, and all workers read the same bytes.
 """
@@ -152,7 +152,8 @@ def write_index(path: Path, index: BlobIndex) -> None:
 def read_or_build_index(
     path: Path, spec: RunSpec, permitted_files: PermittedFiles | None = None
 ) -> BlobIndex | None:
-    """Read the list; if it is missing, find the files as for a new run and write it.
+    """Read the list of a run's files; if it is missing, find the files as for a new run and write
+    the list.
 
     Args:
         path: Path of the list.
@@ -182,8 +183,11 @@ def read_or_build_index(
             )
             for f in blob_files
         }
-    except (ValueError, KeyError, TypeError, MessageError) as error:
-        reason = f"expected the list of the run's files, got {error}"
+    except (ValueError, KeyError, TypeError, MessageError):
+        reason = (
+            "expected the list of the run's files, got something else; restore it from a copy, or "
+            "remove it: the run's files are hashed again"
+        )
         raise StorageDamaged(str(path), "", reason) from None
     digest = document_digest(document)
     return BlobIndex(digest, listing, {**blobs, digest: Blob(len(document), document)})

@@ -30,7 +30,8 @@ _UNREAD_BYTES: Final = (
     + limits.UNANSWERED_BLOB_CHUNKS * limits.HEADER_BYTES
     + limits.RUN_SPEC_BYTES
 )
-"""The most bytes in the queue of a worker within its limits, with StartRun and heartbeats."""
+"""The most bytes in the send queue of a worker that keeps its limits, including StartRun and
+heartbeats."""
 
 
 class _Request(NamedTuple):
@@ -79,7 +80,7 @@ class BlobServer:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    def serves(self, channel: Channel) -> bool:
+    def has_requests(self, channel: Channel) -> bool:
         """Return whether requested chunks wait for this connection."""
         return channel in self._waiting
 

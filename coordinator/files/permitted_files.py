@@ -1,4 +1,4 @@
-"""Which files a submitted run may read: those below the operator's directories, and never secrets.
+"""The files that a submitted run may read: those below the operator's directories, never secrets.
 
 Anyone who may submit a run chooses what is sent to workers. A run spec on the coordinator's own
 command line comes from the operator and is not checked.

@@ -64,22 +64,24 @@ class CoordinatorAcceptor(Acceptor):
         except OSError as error:
             raise UsageError(bind_failure(option, host, port, error)) from None
 
-    def open_local(self, fingerprint: bytes, lender: SegmentOwner | None) -> None:
+    def open_local(self, fingerprint: bytes, segment_owner: SegmentOwner | None) -> None:
         """Listen on Unix sockets for processes of this user.
 
         Args:
             fingerprint: SHA-256 of the TLS certificate.
-            lender: Allocates the memory shared with these processes; None where the system has no
-                shared memory.
+            segment_owner: Allocates the memory shared with these processes; None where the system
+                has no shared memory.
         """
         for address in {listener.getsockname() for listener in self._listeners}:
             listener = local_socket.listen(dial.host_of(address), address[1])
             if listener is not None:
                 self._listeners.append(listener)
-                self._loop.add_reader(listener, self._accept_local, listener, fingerprint, lender)
+                self._loop.add_reader(
+                    listener, self._accept_local, listener, fingerprint, segment_owner
+                )
 
     def _accept_local(
-        self, listener: socket.socket, fingerprint: bytes, lender: SegmentOwner | None
+        self, listener: socket.socket, fingerprint: bytes, segment_owner: SegmentOwner | None
     ) -> None:
         for _ in range(ACCEPTED_AT_ONCE):
             try:
@@ -88,23 +90,23 @@ class CoordinatorAcceptor(Acceptor):
                 return
             endpoint.setblocking(False)
             can_accept = has_spare_descriptors(endpoint)
-            channel = self._welcome(endpoint, fingerprint, lender) if can_accept else None
+            channel = self._welcome(endpoint, fingerprint, segment_owner) if can_accept else None
             if channel is None:
                 endpoint.close()
                 continue
             self.start_handshake(self._loop.create_task(self._connect_local(endpoint, channel)))
 
     def _welcome(
-        self, endpoint: socket.socket, fingerprint: bytes, lender: SegmentOwner | None
+        self, endpoint: socket.socket, fingerprint: bytes, segment_owner: SegmentOwner | None
     ) -> asyncio.BaseProtocol | None:
         """Return the channel of a process of the same user; None for another user.
 
         The process shares memory with this one, unless no file descriptors are left for that.
         """
         memory, descriptors = None, list[int]()
-        if lender is not None:
+        if segment_owner is not None:
             with suppress(OSError):
-                memory, descriptors = lender.to_one()
+                memory, descriptors = segment_owner.to_one()
         is_same_user = local_socket.welcome(endpoint, fingerprint, descriptors)
         for descriptor in descriptors[1:]:
             os.close(descriptor)

@@ -23,7 +23,7 @@ from protocol.wire.discovery import SERVICE, CoordinatorAnnouncement
 
 log = structlog.get_logger("coordinator")
 
-LOOK_EVERY_S: Final = 5.0
+CHECK_INTERVAL_S: Final = 5.0
 """Seconds between two checks of the interfaces' addresses."""
 _GOODBYE_S: Final = 2.0
 _MOST_ADDRESSES: Final = 32
@@ -34,7 +34,7 @@ class Announcement:
 
     Args:
         name: The coordinator's name; a number is appended if the network has that name already.
-        address: The address that the coordinator listens on: one, or all of the machine's.
+        address: The address that the coordinator listens on; `0.0.0.0` or `::` for all.
         certificate: The certificate's fingerprint; empty without TLS.
     """
 
@@ -70,7 +70,7 @@ class Announcement:
                 if reason and reason != failure:
                     log.warning("not_announced", reason=reason)
                 last_addresses, failure = (None if reason else addresses), reason
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
 
     async def _announce(self, addresses: list[str]) -> str:
         """Announce these addresses; return the reason if that fails, else an empty string."""

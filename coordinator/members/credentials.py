@@ -167,8 +167,7 @@ class CoordinatorCredentials:
         if self._read_token() is None:
             yield (
                 f"{str(self.token_file)!r} contains no join token, so the last one stays valid; "
-                "make a new one: coordinator token rotate (workers that have a key of their own "
-                "keep it)"
+                "make a new one: coordinator token rotate (workers that have a key keep it)"
             )
 
     def _reader_troubles(self, directory: Path) -> Iterator[str]:
@@ -233,9 +232,8 @@ class CoordinatorCredentials:
             self.keys.remove(name)
             self._write_token()
 
-    def enrol(self, name: str) -> bytes:
-        """Return the key of a name, creating it if missing; empty if a new key cannot be
-        stored."""
+    def issue_key(self, name: str) -> bytes:
+        """Return the key of a name, created if missing; empty if a new key cannot be stored."""
         with contextlib.suppress(UsageError):
             if (key := self.keys.get(name)) is not None:
                 return key

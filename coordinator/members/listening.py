@@ -1,4 +1,4 @@
-"""Listening addresses: which are allowed, how other machines reach them, errors of bind."""
+"""Listening addresses: loopback checks, the addresses that other machines reach, errors of bind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
-def from_here(host: str) -> str:
+def address_from_here(host: str) -> str:
     """Return the address at which this machine reaches a listener; 0.0.0.0 and :: mean loopback."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
 

@@ -43,7 +43,7 @@ class SessionOwner(Protocol):
         """Add a member, to which the Welcome was sent."""
 
     def remove_session(self, session: MemberSession, reason: str) -> None:
-        """Remove a session whose connection has ended, that of a member or not."""
+        """Remove a session whose connection has ended, whether or not it was a member's."""
 
 
 class MembersRun(Protocol):
@@ -164,17 +164,17 @@ class JoinCheck:
         credentials: The coordinator's credentials.
         encrypted: Whether the connection has TLS; without TLS no key is issued, since others could
             read it.
-        here: Whether the connection is a Unix socket, which no other user can read.
+        is_local: Whether the connection is a Unix socket, which no other user can read.
     """
 
     _exchange: Exchange
 
     def __init__(
-        self, credentials: CoordinatorCredentials, *, encrypted: bool, here: bool = False
+        self, credentials: CoordinatorCredentials, *, encrypted: bool, is_local: bool = False
     ) -> None:
         self.name = ""
         self._credentials = credentials
-        self._is_local = here
+        self._is_local = is_local
         self._encrypted = encrypted
         self._secret = b""
         self._is_enrolled = False
@@ -218,7 +218,7 @@ class JoinCheck:
         one."""
         if self._key is not None or not self._encrypted:
             return b""
-        self._key = self._credentials.enrol(self.name) or None
+        self._key = self._credentials.issue_key(self.name) or None
         return self._key or b""
 
     @property

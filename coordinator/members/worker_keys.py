@@ -45,7 +45,7 @@ class WorkerKeys:
     Callers of methods that write hold the lock of `CoordinatorCredentials`.
 
     Attributes:
-        trouble: Why the file has become unusable; empty while it is usable.
+        trouble: Why the file is unusable now; empty while it is usable.
     """
 
     def __init__(self, path: Path) -> None:

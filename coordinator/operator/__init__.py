@@ -1,4 +1,4 @@
-"""What people see and say: control port, page, events, metrics, status, console, log.
+"""The operator's interfaces: control port, page, event stream, metrics, status, console, log.
 
-Imports all of the coordinator but its commands. Start with `status`.
+Imports all of the coordinator except its commands. Start with `status`.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from collections.abc import Mapping
 from typing import Any, Final
@@ -38,7 +39,7 @@ from coordinator.run.outputs.events import (
     WorkerSetAside,
     WorkerUnready,
 )
-from coordinator.run.run import Run
+from coordinator.run.run import Run, RunPhase
 from coordinator.service.events import (
     CopyFailed,
     CopyRecovered,
@@ -55,7 +56,7 @@ from coordinator.service.events import (
     WorkerConnected,
     WorkerDisconnected,
     WorkerOutpaced,
-    document,
+    event_fields,
 )
 from coordinator.service.execution import Execution
 from coordinator.service.flapping import StrayConnection, WorkerFlapping
@@ -110,11 +111,13 @@ _SENTENCES: Final[dict[type[Event], str]] = {
     EventLoopBlocked: "the coordinator's event loop was blocked for {held_ms} ms",
     InternalError: "internal error: {error}",
 }
+_DRAINING_WITHOUT_STEP: Final = "draining: no step is in progress"
 _SENTENCES_WHILE_SERVING: Final[dict[type[Event], str]] = {
     RunAccepted: "run {run_id} accepted: {task}, {steps} steps",
     RunEnded: "run {run_id} {outcome}: {reason}",
 }
-"""With a single run at a terminal, its first and last lines say this."""
+"""Only for a serving coordinator: with a single run, the command itself and the last lines say
+this."""
 _PRIORITIES: Final[dict[type, Priority]] = {
     WorkerDisconnected: Priority.NOTICE,
     WorkerUnready: Priority.WARNING,
@@ -178,7 +181,7 @@ class ProgressConsole:
 
     def emit(self, event: Event, run_id: str = "") -> None:
         """Render an event; see `EventSink`."""
-        fields = document(event, run_id)
+        fields = event_fields(event, run_id)
         if isinstance(self._journal, EventPipe):
             self._journal.emit(event)
         if isinstance(event, TrainingStarted | RunResumed):
@@ -186,7 +189,10 @@ class ProgressConsole:
         execution = self._service.current
         # Workers that leave after the last step are not reported: the run's end is.
         is_after_end = isinstance(event, WorkerDisconnected) and self._is_done
-        if not is_after_end and (sentence := self._sentences.get(type(event))) is not None:
+        sentence = self._sentences.get(type(event))
+        if isinstance(event, Draining) and not _has_step(execution):
+            sentence = _DRAINING_WITHOUT_STEP
+        if not is_after_end and sentence is not None:
             self._print(sentence.format(**_in_sentences(fields)), event, fields)
         match event:
             case TrainingStarted() if execution is not None:
@@ -242,11 +248,11 @@ class ProgressConsole:
             return
         if finished.outcome is not None and not finished.outcome.is_resumable:
             return
-        command = f"coordinator --resume --out {finished.directory}"
+        command = f"coordinator --resume --out {shlex.quote(str(finished.directory))}"
         self._print(f"  to resume: coordinator resume {run_id}, or {command}")
 
     def tick(self) -> None:
-        """Report what the run has been waiting for; called about once a second."""
+        """Report a long wait of the run, and its cause; called about once a second."""
         execution, now_s = self._service.current, time.monotonic()
         waiting_text = ""
         if execution is not None and self._live is None:
@@ -312,6 +318,12 @@ class ProgressConsole:
         return Group(
             *(Text(text, no_wrap=True, overflow="ellipsis") for text in (line, waiting_line)), table
         )
+
+
+def _has_step(execution: Execution | None) -> bool:
+    """Return whether a step, or an evaluation between steps, is in progress."""
+    phases = (RunPhase.TRAINING, RunPhase.EVALUATING)
+    return execution is not None and execution.run.phase in phases
 
 
 def _in_sentences(fields: Mapping[str, object]) -> dict[str, object]:
@@ -385,7 +397,8 @@ def print_outcome(execution: Execution, console: Console, resume_command: str) -
     if execution.model_directory is not None:
         lines.append(f"{execution.model_directory.name}: {execution.model_directory}")
         if run.spec.task in {"classify", "tag"}:
-            lines.append(f'try it: worker classify {execution.model_directory} "some text"')
+            directory = shlex.quote(str(execution.model_directory))
+            lines.append(f'try it: worker classify {directory} "some text"')
     for line in lines:
         console.print(Text(line), soft_wrap=True)
 
@@ -406,7 +419,7 @@ def _headline(run: Run, values: Mapping[str, float]) -> dict[str, float]:
 
 
 def _notes(run: Run) -> dict[str, int]:
-    """Return what the task counted while reading its data, without zeros."""
+    """Return the counts that the task made while reading its data, without zeros."""
     notes = run.manifest.notes if run.manifest is not None else {}
     return {name: count for name, count in notes.items() if count}
 

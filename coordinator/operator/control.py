@@ -23,7 +23,7 @@ from coordinator.operator.status import able_workers, status_document, waited_fo
 from coordinator.run.inputs import ContinueRun, FailRun, HaltRun, SaveState
 from coordinator.run.outputs.events import Event
 from coordinator.run.run import RunPhase
-from coordinator.service.events import document
+from coordinator.service.events import event_fields
 from coordinator.service.service import Service
 from protocol.base import limits
 from protocol.base.errors import QueueFull, SamestepError, UsageError
@@ -113,7 +113,7 @@ class ControlPort:
 
     def emit(self, event: Event, run_id: str = "") -> None:
         """Pass an event on to every reader; see `EventSink`."""
-        self._stream.publish(event.name, document(event, run_id))
+        self._stream.publish(event.name, event_fields(event, run_id))
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:

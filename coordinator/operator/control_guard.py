@@ -1,10 +1,10 @@
-"""Checks every request to the control port before anything else reads it.
+"""Checks of every request to the control port, before any handler sees the request.
 
-A request must have a permitted method, a permitted host name (a foreign DNS may point here), no
-origin on another site, and a bearer token. The control token is new at each start of the
-coordinator and is not the join token: a worker may not halt a run. The reader token stays across
-starts and opens only `READS`: metrics collectors may not command. There are no cookies, so browsers
-add no credentials by themselves.
+A request must have a permitted method, a permitted host name (a foreign DNS name may resolve to
+this machine), no origin on another site, and a bearer token. The control token is new at each start
+of the coordinator and is not the join token: a worker may not halt a run. The reader token stays
+across starts and opens only `READS`: metrics collectors may not send commands. There are no
+cookies, so browsers add no credentials by themselves.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _FLUSH_TIMEOUT_S: Final = 10.0
 
 
 class EventPipe:
-    """Writes events in its own thread: a reader that has stopped does not stop the run.
+    """Writes events in a thread: a reader that has stopped does not stop the run.
 
     Args:
         descriptor: The pipe; closed by `close`.

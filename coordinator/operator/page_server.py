@@ -27,7 +27,7 @@ from protocol.spec.run_spec import parse_run_spec_text
 
 _LOG: Final = logging.getLogger(__name__)
 _REPORT_STYLE: Final = b64encode(sha256(STYLE.encode()).digest()).decode()
-"""The report is shown within the page, under its policy."""
+"""The page shows the report, so the page's policy must permit the report's style."""
 _POLICY: Final = (
     f"default-src 'none'; connect-src 'self'; style-src 'self' 'sha256-{_REPORT_STYLE}'; "
     "script-src 'self'; img-src data:; "

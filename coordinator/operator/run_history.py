@@ -44,11 +44,9 @@ class Curve:
             self._halve()
 
     def cut(self, step: int) -> None:
-        """Remove the steps after `step`: they are redone."""
+        """Remove the points after `step`: these steps are redone."""
         self.points = [point for point in self.points if point[0] <= step]
-        self._waiting = [
-            waiting_point for waiting_point in self._waiting if waiting_point[0] <= step
-        ]
+        self._waiting = [point for point in self._waiting if point[0] <= step]
 
     def document(self, after: int) -> dict[str, Any]:
         """Return columns of the points after a step, rounded for display.
@@ -127,7 +125,7 @@ class RunHistory:
                 self._take(time, record)
 
     def document(self, after: int = 0) -> dict[str, Any]:
-        """Return all data to draw; of curves, only the points after a step."""
+        """Return all data that the page draws; of curves, only the points after a step."""
         return {
             "run_id": self._run_id,
             "steps": self._steps,

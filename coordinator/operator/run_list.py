@@ -20,7 +20,7 @@ _Stamp = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class ListedRun:
-    """One run; `result` is empty without a `result.json`."""
+    """One run; `result` has the listed fields of `result.json`, each None without that file."""
 
     run_id: str
     directory: Path

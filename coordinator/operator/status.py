@@ -214,7 +214,7 @@ def _cannot(run: Run) -> str:
 
 
 def _inner_phase(run: Run, worker: str) -> dict[str, int] | None:
-    """Return how far a worker is in an inner phase; None without replicas."""
+    """Return a worker's progress in an inner phase; None outside such a phase."""
     round_ = run.progress.round if run.progress is not None else None
     progress = round_.inner_progress.get(worker) if round_ is not None else None
     replicas = run.spec.replicas
@@ -226,10 +226,10 @@ def _inner_phase(run: Run, worker: str) -> dict[str, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """What a run waits for; empty if nothing.
+    """What a run waits for; all attributes are empty if it waits for nothing.
 
     Attributes:
-        words: Description for people.
+        words: Description for users.
         workers: The workers that the run waits for.
         stage: Stage of the step.
     """
@@ -240,7 +240,7 @@ class Waiting:
 
 
 def _workers(names: Iterable[str], sentence: str, stage: Stage | None = None) -> Waiting:
-    """Return a `Waiting` for these workers; `sentence` has {} where the names go."""
+    """Return a `Waiting` for these workers; `sentence` has {} in place of their names."""
     worker_names = tuple(names)
     return Waiting(sentence.format(", ".join(worker_names)), worker_names, stage)
 
@@ -276,7 +276,7 @@ def waiting_for(run: Run, present: list[str]) -> Waiting:
         able_names = _able_workers(run, present)
         missing = run.expect_workers - len(able_names)
         if missing > 0:
-            present_text = f"{len(able_names)} of {run.expect_workers} are here"
+            present_text = f"{len(able_names)} of {run.expect_workers} are connected"
             missing_text = "1 more worker" if missing == 1 else f"{missing} more workers"
             return Waiting(f"{missing_text}: {present_text}{cannot}")
         if preparing and sum(map(run.members.devices, ready_names)) < run.expect_workers:

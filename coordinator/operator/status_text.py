@@ -21,7 +21,7 @@ def summary(document: dict[str, Any]) -> str:
 
 
 def _step(document: dict[str, Any]) -> str:
-    """Format the steps done, and the total if known."""
+    """Format the number of committed steps, and the total if known."""
     total = "" if document["steps"] is None else f" of {document['steps']}"
     epochs = f" ({document['epochs']})" if document.get("epochs") else ""
     return f"{document['step']}{total}{epochs}"

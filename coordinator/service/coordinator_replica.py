@@ -1,4 +1,4 @@
-"""The coordinator's own replica, updated in its own thread, off the critical path."""
+"""The coordinator's replica, updated in a separate thread, off the critical path."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class ReplicaState(NamedTuple):
-    """The state after `step` steps.
+    """Step and digest of the replica's state.
 
     Attributes:
         step: Steps applied or skipped.
@@ -87,8 +87,8 @@ class CoordinatorReplica:
 
         return await self._in_thread(work)
 
-    async def state_0(self) -> tuple[str, ReplicaState]:
-        """Return the initial digest, and the current state."""
+    async def digest_state_0(self) -> tuple[str, ReplicaState]:
+        """Return the initial digest (as in `Ready`), and step and digest of the current state."""
         return await self._in_thread(
             lambda: (self._replica.initial_digest(), self._current_state())
         )

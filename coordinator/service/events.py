@@ -18,8 +18,8 @@ class EventSink(Protocol):
         """Receive an event; `run_id` is the ID of its run, or empty."""
 
 
-def document(event: Event, run_id: str = "") -> dict[str, object]:
-    """Return an event's fields, with the run's ID if it belongs to one."""
+def event_fields(event: Event, run_id: str = "") -> dict[str, object]:
+    """Return an event's fields, with the run's ID if the event belongs to a run."""
     fields = event.fields()
     return {"run_id": run_id, **fields} if run_id else fields
 
@@ -88,7 +88,7 @@ class RunWaitsForDisk(Event):
 
 @dataclass(frozen=True, slots=True)
 class RunResumed(Event):
-    """A run continues after `step` steps; `notes` list what its files lacked."""
+    """A run continues after `step` steps; `notes` describe data that was cut off or set aside."""
 
     name = "run_resumed"
     task: str

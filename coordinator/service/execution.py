@@ -103,16 +103,16 @@ class ExecutionSink(EventSink, Protocol):
 
 
 class Execution:
-    """One run being executed.
+    """The execution of one run: its state machine, files, replica, and transfers to workers.
 
     Attributes:
         run: The state machine.
-        applied: Step and digests of the state that the coordinator's replica has applied.
+        replica_state: Step and digest of the state that the coordinator's replica has applied.
         weights_digest: Digest of the weights of the newest checkpoint, or of the result once it is
             written.
         outcome: How the run ended, once it has.
         result: The content of `result.json`, once written.
-        superseded: Whether another coordinator owns the directory now.
+        is_superseded: Whether another coordinator owns the directory now.
     """
 
     def __init__(
@@ -128,13 +128,13 @@ class Execution:
     ) -> None:
         self.run = run
         self.directory = storage.directory.path
-        self.applied: ReplicaState | None = None
+        self.replica_state: ReplicaState | None = None
         self.weights_digest: str | None = None
         self.outcome: Finish | None = None
         self._failed_copies: set[str] = set()
         self.result: dict[str, object] = {}
         self.model_directory: Path | None = None
-        self.superseded = False
+        self.is_superseded = False
         self.started_s: float | None = None
         self.started_step = 0
         self._sessions = sessions
@@ -153,7 +153,7 @@ class Execution:
         self._checkpoint_failed = False
         self._closed = False
 
-    # Events.
+    # Inputs, from the service.
 
     def resume(self, recovery: Recovery) -> None:
         """Continue after a restart: workers train while the replica applies the logged steps."""
@@ -183,11 +183,11 @@ class Execution:
     async def _catch_up(self, replica: CoordinatorReplica, recovery: Recovery) -> None:
         try:
             self._check_memory(replica.manifest, is_resumed=True)
-            self.applied = await replica.catch_up(recovery)
+            self.replica_state = await replica.catch_up(recovery)
         except SamestepError as error:
             self.give_up(f"{error}; then resume the run")  # there is no state to continue from
             return
-        self._step(inputs.ReplicaApplied(self.applied.step, self.applied.state_digest))
+        self._step(inputs.ReplicaApplied(self.replica_state.step, self.replica_state.state_digest))
 
     def tick(self) -> None:
         """Advance the run's time."""
@@ -256,15 +256,15 @@ class Execution:
         piece = self._replica.manifest.blocks[message.block].chunk_slice(message.chunk)
         return unpack(raw, codec, piece.stop - piece.start)
 
-    def lost(self, session: MemberSession, reason: str) -> None:
-        """Note that a member's connection has ended."""
-        self._subscribers.discard(session.name)
+    def remove_member(self, session: MemberSession, reason: str) -> None:
+        """Remove a member whose connection has ended."""
+        self._subscribers.unsubscribe(session.name)
         self._stop_transfer(session.name)
         self._step(inputs.WorkerGone(session.name, reason, session.exit_code))
 
     def phase_of(self, session: MemberSession) -> Phase | None:
-        """Return what a member was doing when its connection ended; None if the run did not need
-        the member."""
+        """Return the phase in which a member's connection ended; None if the run did not need the
+        member."""
         member = self.run.members.get(session.name)
         if member is None:
             return "loading" if session.name in self.run.unfit else None
@@ -272,8 +272,9 @@ class Execution:
             return None
         match member.state:
             case MemberState.PREPARING:
-                sending = self._blobs.serves(session.channel) or session.channel.queued_bytes
-                return "fetching files" if sending else "loading"
+                is_sending = self._blobs.has_requests(session.channel)
+                has_data = is_sending or session.channel.queued_bytes
+                return "fetching files" if has_data else "loading"
             case MemberState.LOADING:
                 return "loading"
             case MemberState.ACTIVE | MemberState.DRAINING:
@@ -295,12 +296,12 @@ class Execution:
         """End the run as failed."""
         self._step(inputs.FailRun(reason))
 
-    def storage_failed(self, error: Exception) -> None:
-        """Handle the error of a write that nothing waited for, or of a lost directory."""
+    def handle_storage_error(self, error: Exception) -> None:
+        """Halt after a failed write; end the run as failed after any other error of its files."""
         if isinstance(error, StorageFailed):
             self._step(inputs.WriteFailed(str(error)))
         else:
-            self.superseded = isinstance(error, Superseded)
+            self.is_superseded = isinstance(error, Superseded)
             self.give_up(text_of(error))
 
     def _step(self, input_: inputs.Input) -> None:
@@ -314,7 +315,7 @@ class Execution:
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, SamestepError):
-            self.storage_failed(error)
+            self.handle_storage_error(error)
             return
         self._emit(InternalError(text_of(error)))
         self._do(self.run.step(inputs.FailRun(text_of(error))))
@@ -341,13 +342,13 @@ class Execution:
                     self._spawn(self._apply(action))
                 case Subscribe():
                     if (session := self._sessions.get(action.worker)) is not None:
-                        self._subscribers.join(session, action.step)
+                        self._subscribers.subscribe(session, action.step)
                 case Unsubscribe():
-                    self._subscribers.discard(action.worker)
+                    self._subscribers.unsubscribe(action.worker)
                 case Seed():
                     # No commit may reach the worker before the state: its digest would differ
                     # again.
-                    self._subscribers.discard(action.worker)
+                    self._subscribers.unsubscribe(action.worker)
                     self._send_missing(action.worker, None)
                 case Replay():
                     self._send_missing(action.worker, action)
@@ -382,7 +383,7 @@ class Execution:
         message, values = action.message, action.body
         self._subscribers.broadcast(message, values, action.served_by_peers)
         if isinstance(message, Commit):
-            for worker in self._subscribers.behind(message.step):
+            for worker in self._subscribers.find_slow_readers(message.step):
                 self._leave_behind(worker, message.step)
         if isinstance(message, AveragedGradient):
             assert values is not None
@@ -392,7 +393,7 @@ class Execution:
 
     def _send_averages(self, action: SendAverages) -> None:
         session = self._sessions.get(action.worker)
-        if session is not None and not self._subscribers.send_again(session, action.step):
+        if session is not None and not self._subscribers.resend_averages(session, action.step):
             reason = (
                 "the coordinator no longer has the averages that other workers failed to send: "
                 "join again"
@@ -448,7 +449,7 @@ class Execution:
         session = self._sessions.get(worker)
         if session is None or session.channel.closed:
             return
-        await session.channel.room()
+        await session.channel.wait_for_room()
         if not session.channel.closed:
             message = InnerStateChunk(**fields, inner=inner, last=last)
             session.channel.send(encode(message, piece))
@@ -472,7 +473,7 @@ class Execution:
         self._report(event)
 
     def _dismiss(self, action: Dismiss) -> None:
-        self._subscribers.discard(action.worker)
+        self._subscribers.unsubscribe(action.worker)
         if (session := self._sessions.get(action.worker)) is not None:
             session.channel.goodbye(action.reason, retry=False, exit_code=action.exit_code)
 
@@ -481,8 +482,8 @@ class Execution:
         state = await self._replica.apply(action.averages, action.scalars)
         if self._tracer is not None:
             self._tracer.span("apply step", "replica", start, step=action.step)
-        self.applied = state
-        self._subscribers.forget_before(state.step)
+        self.replica_state = state
+        self._subscribers.drop_before(state.step)
         self._wake_joiners()
         self._step(inputs.ReplicaApplied(state.step, state.state_digest, state.not_finite))
 
@@ -579,7 +580,7 @@ class Execution:
         checkpoint: Checkpoint | None = None
         async with self._storage.hold_averages() as hold:
             reached_step = None
-            if replay is not None and not self._is_far(replay.step):
+            if replay is not None and not self._is_far_behind(replay.step):
                 hold.move_to(replay.step)
                 reached_step = await self._replay_missed(session, replay, hold)
             while reached_step is None and not self._is_gone(session):
@@ -588,14 +589,16 @@ class Execution:
                 reached_step = await self._send_checkpoint(session, checkpoint, hold)
             if reached_step is None or self._is_gone(session):
                 return
-            self._subscribers.join(session, reached_step)
+            self._subscribers.subscribe(session, reached_step)
         self._step(inputs.WorkerCaughtUp(session.name))
 
     def _is_gone(self, session: MemberSession) -> bool:
         return session.channel.closed or self.outcome is not None
 
-    def _is_far(self, step: int) -> bool:
-        return self._subscribers.is_far(step, self.run.steps_committed, self._replica.manifest)
+    def _is_far_behind(self, step: int) -> bool:
+        return self._subscribers.is_far_behind(
+            step, self.run.steps_committed, self._replica.manifest
+        )
 
     async def _send_checkpoint(
         self, session: MemberSession, checkpoint: Checkpoint, hold: LogHold
@@ -635,7 +638,8 @@ class Execution:
         return reached_step
 
     async def _find_near_checkpoint(self, unusable_checkpoint: Checkpoint | None) -> Checkpoint:
-        """Return the newest checkpoint, or make one if the log since then is longer than the state.
+        """Return the newest checkpoint; make one first if the log since then is too large to send
+        instead of a state (`max_replay_bytes`).
 
         Args:
             unusable_checkpoint: A checkpoint that could not be read.
@@ -649,7 +653,7 @@ class Execution:
                 and newest is not unusable_checkpoint
                 and newest.info.step >= averages_from
             ):
-                is_near = not self._is_far(newest.info.step)
+                is_near = not self._is_far_behind(newest.info.step)
                 if is_near or self._checkpoint_failed:
                     return newest
             if requested_at != self.run.steps_committed:
@@ -666,14 +670,14 @@ class Execution:
 
         Without a log the run cannot start. The sender may have left meanwhile.
         """
-        initial_digest, state = await self._replica.state_0()
+        initial_digest, state = await self._replica.digest_state_0()
         try:
             await self._storage.wait_for_log()
         except SamestepError:
             return  # `begin_log` reported it
         actions = self.run.step(inputs.ReplicaLoaded(upload, initial_digest, state.state_digest))
-        if self.run.has_state and self.applied is None:
-            self.applied = state
+        if self.run.has_state and self.replica_state is None:
+            self.replica_state = state
         self._do(actions)
 
     async def _finish(self, action: Finish) -> None:
@@ -688,7 +692,7 @@ class Execution:
             self._step(inputs.ResultNotWritten(str(error)))
             return
         except Exception as error:  # noqa: BLE001 -- any error must end the run
-            self.superseded = isinstance(error, Superseded)
+            self.is_superseded = isinstance(error, Superseded)
             reason = (
                 f"all steps are committed, but the result could not be written: {text_of(error)}"
             )
@@ -731,7 +735,7 @@ class Execution:
         await self._storage.close()
 
     async def _write(self, action: Finish, ended_s: float) -> None:
-        if self.applied is None or action.outcome == "failed":
+        if self.replica_state is None or action.outcome == "failed":
             return
         wall_s = ended_s - (self.started_s or ended_s)
         with await self._replica.lock() as locked:

@@ -109,12 +109,12 @@ class FlapDetector:
 
         Args:
             worker: The worker's name, or address.
-            phase: What the worker was doing.
+            phase: The phase in which the connection ended.
             reason: Why the connection ended.
-            is_explained: Whether the worker itself gave the reason, which is then the cause.
+            is_explained: Whether `reason` is the cause: the worker gave it, or was refused.
 
         Returns:
-            An event at the third end, and then each time the count has doubled.
+            An event at the third end, and then each time the count has doubled; else None.
         """
         earlier_phase, count = self._ends.pop(worker, (phase, 0))
         count = count + 1 if earlier_phase == phase else 1

@@ -80,7 +80,7 @@ def record_of(event: Event, run: Run) -> Record | None:
 
 
 def _fault(event: Event, run: Run, reason: object = None) -> Fault:
-    kind, response = _RESPONSES[type(event)]
+    fault_name, response = _RESPONSES[type(event)]
     fields = event.fields()
     worker = fields.pop("worker", None)
     reason = reason or fields.get("reason") or fields.get("error")
@@ -89,7 +89,7 @@ def _fault(event: Event, run: Run, reason: object = None) -> Fault:
     return Fault(
         term=run.term,
         step=run.steps_committed,
-        what=kind,
+        what=fault_name,
         worker=None if worker is None else str(worker),
         reason=str(reason)[:2000],
         response=response,

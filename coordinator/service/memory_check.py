@@ -38,7 +38,7 @@ _AVERAGES: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """The bytes that a run needs.
+    """The memory that a run needs, in bytes.
 
     Attributes:
         parameters: P in the module's docstring.
@@ -88,7 +88,8 @@ def check_memory(
         spec: The run spec.
         manifest: The run's manifest.
         workers: Number of workers.
-        is_resumed: Whether the run is resumed; its run spec then cannot change.
+        is_resumed: Whether the run is resumed: the keys of its run spec that save memory can then
+            no longer change.
 
     Raises:
         RunFailed: The run does not fit. The message says how much is missing, and what to set

@@ -284,7 +284,7 @@ def is_unfinished(path: Path) -> bool:
 def unfinished_runs(path: Path) -> list[Path]:
     """Return the directories below `path` with unfinished runs, oldest first.
 
-    Runs that an operator gave up are excluded.
+    Runs that an operator has given up are excluded.
 
     Raises:
         UsageError: There is no such directory.
@@ -295,16 +295,16 @@ def unfinished_runs(path: Path) -> list[Path]:
     return sorted(unfinished, key=lambda child: RunDirectory(child).accepted_ns())
 
 
-def given_up_runs(path: Path) -> list[str]:
-    """Return the names of the directories below `path` whose runs an operator gave up."""
+def abandoned_runs(path: Path) -> list[str]:
+    """Return the names of the directories below `path` with runs that an operator has given up."""
     return [
         record_path.parent.name
         for record_path in sorted(path.glob("*/run.json"))
-        if _given_up(record_path.parent)
+        if _is_given_up(record_path.parent)
     ]
 
 
-def _given_up(path: Path) -> bool:
+def _is_given_up(path: Path) -> bool:
     try:
         return is_unfinished(path) and is_abandoned(RunDirectory(path).journal)
     except SamestepError:
@@ -314,7 +314,7 @@ def _given_up(path: Path) -> bool:
 def _seems_unfinished(path: Path) -> bool:
     """Return whether a run is unfinished, or unreadable: resuming it reports the error."""
     try:
-        return is_unfinished(path) and not _given_up(path)
+        return is_unfinished(path) and not _is_given_up(path)
     except SamestepError:
         return True
 

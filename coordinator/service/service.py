@@ -39,7 +39,7 @@ from coordinator.service.events import (
     SecretsRestored,
     WorkerConnected,
     WorkerDisconnected,
-    document,
+    event_fields,
 )
 from coordinator.service.execution import Execution
 from coordinator.service.flapping import FlapDetector, Phase, StrayConnections
@@ -81,9 +81,9 @@ class Settings:
 
     Attributes:
         bind: Host and port for workers; port 0: any free port.
-        expect_workers: Number of workers that must be ready before a run starts.
-        directory: The directory in which each run has a directory; with `once`, that of the only
-            run.
+        expect_workers: Number of workers that must be ready before a run starts; a multi-device
+            worker counts once for each device.
+        directory: The parent of the runs' directories; with `once`, the directory of the only run.
         once: Whether to end after the first run.
         trace: The file for a trace; None: no trace.
         plaintext: Whether to use no TLS: members still authenticate, but anyone can read and change
@@ -117,11 +117,15 @@ class Service:
 
     Attributes:
         sessions: Members by name.
+        known: Names of all members since the start, also of those that have left.
         current: The run in progress.
         finished: The last run that ended.
+        waiting: The queued runs, the next one first.
         over: Set when the service must end.
+        address: The address for workers; once the service has started, with the port in use.
+        event_sinks: Receive every event.
         credentials: The coordinator's credentials; available once the service has started.
-        permitted: The files that submitted runs may read.
+        permitted: Checks the files that submitted runs may read.
         disk_trouble: Why the next run cannot begin yet; empty if nothing prevents it.
         secrets_troubles: Problems with the files of keys and token; empty without problems.
         loop_watch: Measures how long the event loop was blocked.
@@ -166,8 +170,8 @@ class Service:
 
     @property
     def trainers(self) -> list[str]:
-        """Names of the members that train, each repeated for every device: a run waits for
-        them."""
+        """Names of the members that train, each repeated for every device, since
+        `expect_workers` counts devices."""
         sessions = sorted(self.sessions.items())
         training = [(n, s.hello.devices) for n, s in sessions if s.hello.duty == "train"]
         return [name for name, devices in training for _ in range(devices)]
@@ -202,7 +206,7 @@ class Service:
         is_drained = (
             last is not None and last.outcome is not None and last.outcome.outcome == "drained"
         )
-        is_superseded = last is not None and last.superseded
+        is_superseded = last is not None and last.is_superseded
         has_runs = self.current is not None or bool(self.waiting)
         should_return = is_superseded or is_drained or has_runs
         for session in self._pending:
@@ -362,7 +366,7 @@ class Service:
             lock.release()
 
     def drain(self) -> None:
-        """Finish the step in progress, then end."""
+        """End once the step in progress, if any, is finished; queued runs stay on disk."""
         if not self._is_draining:
             self._is_draining = True
             self.emit(Draining())
@@ -436,7 +440,7 @@ class Service:
         self.emit(WorkerDisconnected(session.name, reason, len(self.sessions)))
         if self.current is not None:
             phase = self.current.phase_of(session)
-            self.current.lost(session, reason)
+            self.current.remove_member(session, reason)
             self._note_end(session, session.name, phase, reason)
 
     def _note_end(
@@ -460,7 +464,7 @@ class Service:
             log.debug("connection_refused", peer=host, reason="too many handshakes")
             return None
         encrypted = not self.settings.plaintext
-        check = JoinCheck(self.credentials, encrypted=encrypted, here=address == LOCAL)
+        check = JoinCheck(self.credentials, encrypted=encrypted, is_local=address == LOCAL)
         session = MemberSession(self, check, host)
         channel = Channel(Connection("coordinator"), session, self._machine.now_s)
         channel.peer = format_address(host, address[1])
@@ -550,11 +554,11 @@ class Service:
 
     def _storage_failed(self, error: Exception) -> None:
         if self.current is not None:
-            self.current.storage_failed(error)
+            self.current.handle_storage_error(error)
 
     def emit(self, event: Event, run_id: str = "") -> None:
         """Log an event and pass it to all sinks; see `ExecutionSink`."""
-        log.info(event.name, **document(event, run_id))
+        log.info(event.name, **event_fields(event, run_id))
         for sink in list(self.event_sinks):
             try:
                 sink.emit(event, run_id)
@@ -569,7 +573,7 @@ class Service:
             self._release(self._running.lock)
             self._running = None
         self.emit(RunEnded(outcome.outcome, outcome.reason), execution.run.run_id)
-        if self.settings.once or self._is_draining or execution.superseded:
+        if self.settings.once or self._is_draining or execution.is_superseded:
             self.over.set()  # a successor gets the workers too
         else:
             self._start_next()

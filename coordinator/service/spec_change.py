@@ -116,7 +116,8 @@ class SpecChange:
 def missing_spec_change(
     directory: RunDirectory, stored_run: StoredRun, term: int, step: int
 ) -> tuple[SpecChanged, ...]:
-    """Return the line to add to the journal if its newest spec differs from that of `run.json`."""
+    """Return the line to add to the journal if the newest spec in the journal differs from that in
+    `run.json`; else nothing."""
     earlier_spec = spec_in_journal(directory.journal)
     if earlier_spec is None or earlier_spec == stored_run.document:
         return ()

@@ -1,4 +1,4 @@
-"""Broadcasts to the workers that have the run's state, and transfers to workers that join.
+"""Broadcasts to workers that have the run's state, and transfers of state to workers that join.
 
 A joining worker gets a checkpoint's state and the later steps from the log, or only the steps that
 it missed; then the broadcasts since the replica's state. No running worker is disturbed. Only the
@@ -44,7 +44,7 @@ class Subscribers:
 
     Attributes:
         since: The first step whose broadcasts are kept for joiners.
-        over: Whether the run is over: nothing more is sent.
+        is_over: Whether the run is over: nothing more is sent.
 
     Args:
         sessions: Members by name; other names are skipped.
@@ -54,57 +54,59 @@ class Subscribers:
 
     def __init__(self, sessions: Mapping[str, MemberSession], codec: Codec, since: int = 0) -> None:
         self.since = since
-        self.over = False
+        self.is_over = False
         self._sessions = sessions
         self._codec = codec
-        self._names: set[str] = set()
-        self._tail: deque[tuple[int, EncodedMessage]] = deque()
+        self._subscribed_names: set[str] = set()
+        self._recent_frames: deque[tuple[int, EncodedMessage]] = deque()
 
-    def discard(self, worker: str) -> None:
+    def unsubscribe(self, worker: str) -> None:
         """Send a worker no more broadcasts."""
-        self._names.discard(worker)
+        self._subscribed_names.discard(worker)
 
     def broadcast(
         self, message: Message, body: Array | None, served_by_peers: frozenset[str] = frozenset()
     ) -> None:
         """Send a message to all subscribers not in `served_by_peers`, and keep it for joiners."""
         frame = encode(message, None if body is None else pack(body, self._codec))
-        for name in sorted(self._names - served_by_peers):
+        for name in sorted(self._subscribed_names - served_by_peers):
             session = self._sessions.get(name)
             if session is not None:
                 session.channel.send(frame)
         if isinstance(message, _FOR_JOINERS):
-            self._tail.append((message.step, frame))
+            self._recent_frames.append((message.step, frame))
 
-    def send_again(self, session: MemberSession, step: int) -> bool:
-        """Send the averages of a step again; return whether they were still kept."""
+    def resend_averages(self, session: MemberSession, step: int) -> bool:
+        """Send the averages of a step again; return whether any were still in memory."""
         kept_frames = [
             frame
-            for broadcast_step, frame in self._tail
+            for broadcast_step, frame in self._recent_frames
             if broadcast_step == step and not isinstance(frame.message, Commit)
         ]
         for frame in kept_frames:
             session.channel.send(frame)
         return bool(kept_frames)
 
-    def forget_before(self, step: int) -> None:
+    def drop_before(self, step: int) -> None:
         """Drop broadcasts of steps that the replica has applied."""
         self.since = max(self.since, step)
-        while self._tail and self._tail[0][0] < self.since:
-            self._tail.popleft()
+        while self._recent_frames and self._recent_frames[0][0] < self.since:
+            self._recent_frames.popleft()
 
-    def join(self, session: MemberSession, step: int) -> None:
-        """Subscribe a worker that has applied `step` steps, `since` or more; first send it the
-        broadcasts that it missed."""
+    def subscribe(self, session: MemberSession, step: int) -> None:
+        """Subscribe a worker that has applied `step` steps (at least `since`); first send it the
+        broadcasts of later steps."""
         assert step >= self.since
-        for broadcast_step, frame in self._tail:
+        for broadcast_step, frame in self._recent_frames:
             if broadcast_step >= step:
                 session.channel.send(frame)
-        self._names.add(session.name)
+        self._subscribed_names.add(session.name)
 
-    def behind(self, step: int) -> list[str]:
+    def find_slow_readers(self, step: int) -> list[str]:
         """Return the workers that still have data of earlier steps in their send queues."""
-        return [name for name in sorted(self._names) if self._next_step(name, step) < step]
+        return [
+            name for name in sorted(self._subscribed_names) if self._next_step(name, step) < step
+        ]
 
     def _next_step(self, worker: str, step: int) -> int:
         session = self._sessions.get(worker)
@@ -118,14 +120,15 @@ class Subscribers:
             The first step that the worker needs again, with all later ones, from the log.
         """
         next_step = self._next_step(worker, step)
-        self.discard(worker)
+        self.unsubscribe(worker)
         if (session := self._sessions.get(worker)) is not None:
             session.channel.withdraw(_IN_STEP)
         return next_step
 
-    def is_far(self, step: int, now: int, manifest: Manifest) -> bool:
-        """Return whether the averages from `step` to `now` are larger than the state."""
-        return (now - step) * manifest.elements * 4 > max_replay_bytes(manifest)
+    def is_far_behind(self, step: int, newest_step: int, manifest: Manifest) -> bool:
+        """Return whether the averages from `step` to `newest_step` are too large to send instead of
+        the state (`max_replay_bytes`)."""
+        return (newest_step - step) * manifest.elements * 4 > max_replay_bytes(manifest)
 
     async def send_state(
         self, channel: Channel, run_id: str, storage: RunStorage, checkpoint_state: CheckpointState
@@ -137,8 +140,8 @@ class Subscribers:
         """
         *_, last = checkpoint_state.pieces()
         async for piece, values in storage.stream_pieces(checkpoint_state):
-            await channel.room()
-            if channel.closed or self.over:
+            await channel.wait_for_room()
+            if channel.closed or self.is_over:
                 return
             message = StateChunk(
                 run_id=run_id, kind=piece.kind, block=piece.block, chunk=piece.chunk,
@@ -158,7 +161,7 @@ class Subscribers:
         hold: LogHold,
     ) -> int | None:
         """Send a worker committed steps from the log, as fast as the worker reads, up to the steps
-        whose broadcasts are kept.
+        whose broadcasts are still in memory.
 
         Args:
             channel: Channel of the worker.
@@ -169,14 +172,14 @@ class Subscribers:
             hold: The hold of the log for this worker; moved to each next step.
 
         Returns:
-            The number of steps that the worker then has, for `join`; None if the log does not lead
-            there.
+            The number of steps that the worker then has, for `subscribe`; None if the log does not
+            lead there.
 
         Raises:
             SamestepError: The log cannot be read.
         """
         step, digest = replay.step, replay.state_digest
-        while step < self.since and not (channel.closed or self.over):
+        while step < self.since and not (channel.closed or self.is_over):
             logged_steps = await storage.read_logged_steps(step)
             if not logged_steps or digest not in (None, logged_steps[0].record.state_before):
                 return None
@@ -202,17 +205,17 @@ class Subscribers:
         if commit.scalars is not None:
             step_id = {"term": term, "step": commit.step, "attempt": commit.attempt}
             async for block, chunk, values in storage.stream_chunks(logged_step):
-                await channel.room()
-                if channel.closed or self.over:
+                await channel.wait_for_room()
+                if channel.closed or self.is_over:
                     return
                 is_block = manifest.blocks[block].kind == "block"
-                kind = AveragedBlockGradient if is_block else AveragedNonBlockGradient
-                message = kind(**step_id, block=block, chunk=chunk)
+                message_type = AveragedBlockGradient if is_block else AveragedNonBlockGradient
+                message = message_type(**step_id, block=block, chunk=chunk)
                 channel.send(encode(message, pack(values, self._codec)))
-        if not self.over:
+        if not self.is_over:
             channel.send(encode(commit.model_copy(update={"term": term})))
 
     def clear(self) -> None:
         """Drop all kept broadcasts: the run is over."""
-        self.over = True
-        self._tail.clear()
+        self.is_over = True
+        self._recent_frames.clear()

@@ -1,4 +1,4 @@
-"""The trackers: each knows the last step that it has of a run, and takes later rows.
+"""The trackers: each returns the last step that it has of a run, and stores later rows.
 
 The trackers' libraries are extras, imported on demand. Their files are below `trackers/` in the
 run's directory, unless a library's environment variables name a server. Each library reads its keys
@@ -82,10 +82,10 @@ def check_trackers(names: tuple[str, ...]) -> tuple[str, ...]:
 def open_tracker(name: str, tracked: TrackedRun) -> Tracker:
     """Begin a run in a tracker, or continue it."""
     tracked.directory.mkdir(parents=True, exist_ok=True)
-    kinds: dict[str, type[_TensorBoard | _Wandb | _MLflow]] = {
+    tracker_types: dict[str, type[_TensorBoard | _Wandb | _MLflow]] = {
         "tensorboard": _TensorBoard, "wandb": _Wandb, "mlflow": _MLflow,
     }  # fmt: skip
-    return kinds[name](tracked)
+    return tracker_types[name](tracked)
 
 
 def _library(name: str) -> Any:

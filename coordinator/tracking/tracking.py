@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
@@ -74,7 +75,7 @@ class _Feed:
 
     def __init__(self, name: str, run: Path, tell: Callable[[str], None]) -> None:
         self._name = name
-        self._command = f"coordinator track {run} --to {name}"
+        self._command = shlex.join(["coordinator", "track", str(run), "--to", name])
         self._tell = tell
         self._log = run / DIRECTORY / name / "log.txt"
         self._timer: threading.Timer | None = None
@@ -164,6 +165,6 @@ class _Feed:
 
     def _report_failure(self, reason: str) -> None:
         self._tell(
-            f"tracker {self._name} stopped: {reason[:300]}; the run continues; send it the rest "
-            f"later: {self._command}"
+            f"tracker {self._name} stopped: {reason[:300]}; the run continues; send the tracker "
+            f"the missing steps later: {self._command}"
         )

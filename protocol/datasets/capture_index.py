@@ -15,7 +15,7 @@ from protocol.base import limits
 from protocol.base.errors import DataError
 from protocol.base.fields import Digest
 from protocol.base.regular_file import read_regular
-from protocol.datasets.logits_file import CaptureFacts
+from protocol.datasets.logits_file import CaptureMetadata
 from protocol.spec.files.blob_list import name_fault
 from protocol.spec.files.run_files import CAPTURE_INDEX
 from protocol.spec.sections.data import LOGITS_SUFFIX
@@ -40,7 +40,7 @@ class CapturedFile(_Document):
 class CaptureIndex(_Document):
     """The index of a capture."""
 
-    facts: CaptureFacts
+    facts: CaptureMetadata
     files: tuple[CapturedFile, ...] = Field(min_length=1, max_length=limits.FILES_PER_RUN)
 
     @property

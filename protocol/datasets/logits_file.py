@@ -11,7 +11,7 @@ computed. A file has one row for each sample, in row groups that are read at onc
     lse_1, lse_T lists of float32: log-sum-exp of all logits minus the largest of the row, at
                  temperature 1 and at the capture's temperature
 
-`CaptureFacts` is the file's metadata. Files have zstd compression, no dictionaries and no
+`CaptureMetadata` is the file's metadata. Files have zstd compression, no dictionaries and no
 statistics, so that the same records give the same bytes with the same pyarrow.
 """
 
@@ -70,7 +70,7 @@ _COLUMNS: Final = (
 )  # fmt: skip
 
 
-class CaptureFacts(BaseModel):
+class CaptureMetadata(BaseModel):
     """The metadata that every file of a capture has.
 
     Attributes:
@@ -104,7 +104,7 @@ def pyarrow_modules(reason: str = "logits are stored as Parquet") -> tuple[Any, 
     return pa, pq
 
 
-def write_logits(path: Path, facts: CaptureFacts, groups: Iterable[Records]) -> None:
+def write_logits(path: Path, facts: CaptureMetadata, groups: Iterable[Records]) -> None:
     """Write one file, a row group for each array of records.
 
     Raises:
@@ -169,7 +169,7 @@ class LogitsFile:
                 "restore the file from a copy"
             ) from None
 
-    def _read_facts(self) -> CaptureFacts:
+    def _read_facts(self) -> CaptureMetadata:
         names = tuple(self._file.schema_arrow.names)
         metadata = (self._file.metadata.metadata or {}).get(METADATA)
         if metadata is None or names != _COLUMNS:
@@ -178,7 +178,7 @@ class LogitsFile:
                 f"{', '.join(names)[:200]}"
             )
         try:
-            return CaptureFacts.model_validate_json(metadata, strict=True)
+            return CaptureMetadata.model_validate_json(metadata, strict=True)
         except ValidationError as error:
             first = error.errors()[0]
             location = ".".join(str(part) for part in first["loc"])
@@ -188,7 +188,7 @@ class LogitsFile:
             ) from None
 
 
-def _schema(pa: Any, facts: CaptureFacts) -> Any:
+def _schema(pa: Any, facts: CaptureMetadata) -> Any:
     layout = facts.layout
     kinds = {
         "sample_id": pa.int64(),

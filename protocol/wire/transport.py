@@ -169,7 +169,7 @@ class Channel(asyncio.BufferedProtocol):
         self._queue = deque(e for e in self._queue if not isinstance(e.message, kinds))
         self._wake()
 
-    async def room(self) -> None:
+    async def wait_for_room(self) -> None:
         """Wait until few bytes are queued, or the connection is over."""
         while self._waiting_bytes > limits.SEND_AHEAD_BYTES and not self._closing:
             has_room = asyncio.get_running_loop().create_future()

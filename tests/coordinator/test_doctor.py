@@ -87,7 +87,7 @@ def test_matching_secrets_are_ok(plan, tmp_path):
 
 @pytest.mark.parametrize("name", ["certificate.pem", "key.pem", "join.token", "workers.json"])
 def test_secret_that_others_may_read_is_a_failure(plan, tmp_path, name):
-    CoordinatorCredentials.open(tmp_path / "home").enrol("w")
+    CoordinatorCredentials.open(tmp_path / "home").issue_key("w")
     (tmp_path / "home" / "coordinator" / name).chmod(0o640)
     finding = finding_of(plan(), "secrets")
     assert finding.outcome == "failure"
@@ -113,7 +113,7 @@ def test_missing_secret_is_reported(plan, tmp_path, name, expected_text):
 
 
 def test_token_and_worker_keys_without_a_certificate_are_reported(plan, tmp_path):
-    CoordinatorCredentials.open(tmp_path / "home").enrol("w")
+    CoordinatorCredentials.open(tmp_path / "home").issue_key("w")
     for name in ("certificate.pem", "key.pem"):
         (tmp_path / "home" / "coordinator" / name).unlink()
     finding = finding_of(plan(), "secrets")
@@ -132,7 +132,7 @@ def test_token_and_worker_keys_without_a_certificate_are_reported(plan, tmp_path
     ],
 )
 def test_invalid_secret_is_reported(plan, tmp_path, name, expected, text):
-    CoordinatorCredentials.open(tmp_path / "home").enrol("w")
+    CoordinatorCredentials.open(tmp_path / "home").issue_key("w")
     write_secret(tmp_path / "home" / "coordinator" / name, text)
     finding = finding_of(plan(), "secrets")
     assert finding.outcome == ("warning" if name == "join.token" else "failure")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -234,6 +236,25 @@ def test_service_log_names_the_owner_of_the_token(own_home, monkeypatch):
     monkeypatch.setenv("STATE_DIRECTORY", str(own_home))
     *_, line = printed_lines(own_home, "192.0.2.7")
     assert f"$(ssh root@192.0.2.7 SAMESTEP_HOME={own_home} coordinator token show)" in line
+
+
+def test_printed_commands_are_quoted_for_the_shell(own_home, monkeypatch):
+    credentials = CoordinatorCredentials.open(own_home)
+    lines = partial(
+        invitation, credentials, ("192.0.2.7", 9000),
+        name="", plaintext=False, script="my run's.py",
+    )  # fmt: skip
+    first, *_, last = lines(to_terminal=True)
+    command = ["worker", "--coordinator", "192.0.2.7:9000", "my run's.py"]
+    assert shlex.split(first.partition(": ")[2]) == command
+    assert shlex.split(last)[1:] == command
+    monkeypatch.setenv("STATE_DIRECTORY", str(own_home))
+    credentials.home = Path("/srv/my runs")
+    *_, line = lines(to_terminal=False)
+    ssh_command = shlex.split(line.partition('"$(')[2].partition(')"')[0])
+    assert ssh_command[:2] == ["ssh", "root@192.0.2.7"]
+    remote_words = ["SAMESTEP_HOME=/srv/my runs", "coordinator", "token", "show"]
+    assert shlex.split(ssh_command[2]) == remote_words
 
 
 def test_plaintext_is_shown_and_passed_on(own_home):

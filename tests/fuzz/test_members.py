@@ -177,7 +177,7 @@ class LiveMember:
 
     def _digest_after(self, step: int) -> str | None:
         current = self.live.service.current
-        applied_state = current.applied if current is not None else None
+        applied_state = current.replica_state if current is not None else None
         return (
             applied_state.state_digest
             if applied_state is not None and applied_state.step == step

@@ -199,7 +199,7 @@ class Probes:
         assert progress is not None
         if commit.step == 0 or progress.agreement.is_catching_up:
             return
-        replica_state = execution.applied
+        replica_state = execution.replica_state
         assert replica_state is not None
         assert replica_state.step == commit.step, "the replica has not agreed on the previous step"
 
@@ -234,7 +234,7 @@ class Probes:
             assert run.reason, "a run that waits says why"
         else:
             assert run.phase is RunPhase.OVER or not run.reason
-        tail = execution._subscribers._tail
+        tail = execution._subscribers._recent_frames
         if tail:
             assert tail[-1][0] - tail[0][0] <= _MAX_STEPS_IN_MEMORY, "old broadcasts stay in memory"
 

@@ -187,7 +187,7 @@ class CoordinatorProcess(Process):
         assert execution is not None
         assert execution.outcome is not None
         drained = execution.outcome.outcome == "drained"
-        if execution.superseded or (drained and self._cluster.coordinator is not self):
+        if execution.is_superseded or (drained and self._cluster.coordinator is not self):
             return  # a successor may continue from the result before its writer reports it
         ledger = self._ledger(execution)
         coordinator_replica = execution._coordinator_replica

@@ -235,7 +235,7 @@ def skips_record_checks(fd, head):
 def skips_catch_up(self, session, step):
     """Send a joiner only later broadcasts."""
     del step
-    self._names.add(session.name)
+    self._subscribed_names.add(session.name)
 
 
 def loses_every_third_assign(self, action):
@@ -437,7 +437,7 @@ PLANTED = {
         seed=133,
     ),
     "a joiner misses earlier broadcasts": PlantedFault(
-        [(Subscribers, "join", skips_catch_up)],
+        [(Subscribers, "subscribe", skips_catch_up)],
         "expected all of its averages first",
         seed=27,
     ),

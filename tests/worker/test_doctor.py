@@ -298,7 +298,7 @@ async def test_key_is_valid_until_its_revocation(tmp_path, samestep_home):
         credentials = WorkerCredentials(
             None, environment={"SAMESTEP_HOME": str(samestep_home / "there")}
         )
-        credentials.store_key(coordinator.fingerprint, "w", coordinator.enrol("w"))
+        credentials.store_key(coordinator.fingerprint, "w", coordinator.issue_key("w"))
         line = (await asyncio.to_thread(join_findings, *address))[-1]
         assert (line.outcome, "its key fits" in line.observation) == ("ok", True)
         coordinator.revoke("w")

@@ -239,14 +239,19 @@ class RunDirectory:
         content = self.read_run_file()
         if content is None:
             return None
+        document, fault = _parse_run_file(content)
+        if fault:
+            reason = (
+                f"expected JSON with the run's ID and spec, got {fault}; restore it from a copy"
+            )
+            raise StorageDamaged(str(self.run_file), "", reason)
+        spec = document["spec"]
         try:
-            document = parse_json(content)
-            run_id, spec = document["run_id"], document["spec"]
             run_spec = parse_run_spec_bytes(json.dumps(spec).encode())
-        except (ValueError, KeyError, TypeError, MessageError) as error:
-            reason = f"expected a run's ID and spec, got {error}; restore it from a copy"
+        except MessageError as error:
+            reason = f"{error}; restore it from a copy"
             raise StorageDamaged(str(self.run_file), "", reason) from None
-        return StoredRun(str(run_id), run_spec, spec)
+        return StoredRun(document["run_id"], run_spec, spec)
 
     def read_run_file(self) -> bytes | None:
         """Return the content of `run.json`; None if there is no run.
@@ -336,6 +341,22 @@ class RunDirectory:
         """
         for directory in (self.path, self.log, self.checkpoints, self.replicas):
             remove_temporaries(directory)
+
+
+def _parse_run_file(content: bytes) -> tuple[dict[str, Any], str]:
+    """Parse `run.json`; return the document, and a description of its fault or an empty string."""
+    if not content.strip():
+        return {}, "an empty file"
+    try:
+        document = parse_json(content)
+    except ValueError:
+        return {}, "a file that is not JSON, or only a part of it"
+    if not isinstance(document, dict):
+        return {}, "JSON without keys"
+    for key, value_type, type_name in (("run_id", str, "a text"), ("spec", dict, "a run spec")):
+        if not isinstance(document.get(key), value_type):
+            return {}, f"JSON without {type_name} under {key!r}"
+    return document, ""
 
 
 def is_intact(document: dict[str, Any]) -> bool:

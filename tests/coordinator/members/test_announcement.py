@@ -45,7 +45,7 @@ class FakeZeroconf:
 def network(monkeypatch) -> FakeZeroconf:
     fake_network = FakeZeroconf()
     monkeypatch.setattr(announcement, "AsyncZeroconf", fake_network)
-    monkeypatch.setattr(announcement, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(announcement, "CHECK_INTERVAL_S", 0.0)
     return fake_network
 
 

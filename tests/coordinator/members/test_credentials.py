@@ -27,7 +27,7 @@ def files(home):
 
 def test_credentials_are_created_once(tmp_path):
     first = CoordinatorCredentials.open(tmp_path / "home")
-    first.enrol("w")
+    first.issue_key("w")
     for path in files(tmp_path):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
     assert stat.S_IMODE((tmp_path / "home" / "coordinator").stat().st_mode) == 0o700
@@ -63,7 +63,7 @@ def test_missing_files_are_created_to_match_the_rest(tmp_path, missing):
 @pytest.mark.parametrize("missing", ["certificate.pem", "key.pem"])
 @pytest.mark.parametrize("other", [None, "join.token"])
 def test_incomplete_identity_is_never_replaced(tmp_path, missing, other):
-    CoordinatorCredentials.open(tmp_path).enrol("ann")
+    CoordinatorCredentials.open(tmp_path).issue_key("ann")
     for name in (missing, other):
         if name is not None:
             (tmp_path / "coordinator" / name).unlink()
@@ -110,7 +110,7 @@ def test_many_first_starts_at_once_agree(tmp_path):
 
 @pytest.mark.parametrize("name", ["certificate.pem", "key.pem", "join.token", "workers.json"])
 def test_files_readable_by_others_are_refused(tmp_path, name):
-    CoordinatorCredentials.open(tmp_path).enrol("w")
+    CoordinatorCredentials.open(tmp_path).issue_key("w")
     (tmp_path / "coordinator" / name).chmod(0o644)
     with pytest.raises(UsageError, match=f"{name}.*chmod 600"):
         CoordinatorCredentials.open(tmp_path).keys.get("w")
@@ -118,7 +118,7 @@ def test_files_readable_by_others_are_refused(tmp_path, name):
 
 def test_damage_is_reported_without_secrets(tmp_path):
     credentials = CoordinatorCredentials.open(tmp_path)
-    credentials.enrol("w")
+    credentials.issue_key("w")
     path = tmp_path / "coordinator" / "workers.json"
     secret = json.loads(path.read_text())["w"]["key"]
     path.write_text(path.read_text()[:-4])
@@ -134,14 +134,14 @@ def test_damage_is_reported_without_secrets(tmp_path):
 def test_revoking_one_worker_keeps_the_others(tmp_path):
     credentials = CoordinatorCredentials.open(tmp_path)
     token = credentials.join_token()
-    ann, bob = credentials.enrol("ann"), credentials.enrol("bob")
+    ann, bob = credentials.issue_key("ann"), credentials.issue_key("bob")
     assert ann != bob
-    assert credentials.enrol("ann") == ann
+    assert credentials.issue_key("ann") == ann
     CoordinatorCredentials.open(tmp_path).revoke("ann")
     assert credentials.keys.get("ann") is None
     assert credentials.keys.get("bob") == bob
     assert credentials.join_token() != token
-    assert credentials.enrol("ann") != ann
+    assert credentials.issue_key("ann") != ann
     with pytest.raises(UsageError, match="workers with a key: ann, bob"):
         credentials.revoke("carl")
 
@@ -173,7 +173,7 @@ def test_unreadable_keys_are_not_revoked(members, tmp_path):
     path.symlink_to(path)  # ELOOP, also for root
     _assert_nothing_revoked(credentials, check)
     assert "cannot read" in credentials.check()[0]
-    assert credentials.enrol("bob") == b""
+    assert credentials.issue_key("bob") == b""
     path.unlink()
     moved_path.rename(path)
     assert credentials.check() == []
@@ -188,11 +188,11 @@ def test_temporarily_missing_directory_revokes_nobody(members, tmp_path):
         assert "is gone: restore it" in credentials.check()[0]
         _assert_nothing_revoked(credentials, check)
         assert credentials.join_token() == token
-        assert credentials.enrol("bob") == b""
+        assert credentials.issue_key("bob") == b""
     assert not directory.exists(), "a new directory would prevent restoring the old one"
     moved_directory.rename(directory)
     assert credentials.check() == []
-    assert credentials.enrol("bob")
+    assert credentials.issue_key("bob")
 
 
 @pytest.mark.parametrize("text", ["", "{", "null", '{"ann": {}}', None])
@@ -209,7 +209,7 @@ def test_invalid_key_file_revokes_nobody(members, text):
     assert "workers.json" in problem
     if text is not None:
         assert path.read_text() == text, "a damaged file is left for inspection"
-        assert credentials.enrol("bob") == b""
+        assert credentials.issue_key("bob") == b""
         path.unlink()  # as the message advises
         credentials.check()
     assert json.loads(path.read_text()) == json.loads(valid)
@@ -243,7 +243,7 @@ def test_empty_certificate_or_key_is_named(tmp_path, name):
 @pytest.mark.parametrize("text", ["", "none\n"])
 def test_damaged_token_is_repaired_by_the_advised_command(tmp_path, text):
     before = CoordinatorCredentials.open(tmp_path)
-    key, path = before.enrol("ann"), before.token_file
+    key, path = before.issue_key("ann"), before.token_file
     path.write_text(text)
     after = CoordinatorCredentials.open(tmp_path)  # as `coordinator token show` does
     assert after.join_token() != before.join_token() or path.read_text() != text
@@ -255,10 +255,10 @@ def test_number_of_keys_is_limited(tmp_path, monkeypatch):
     monkeypatch.setattr("coordinator.members.worker_keys.MOST_KEYS", 2)
     assert MOST_KEYS > 2
     credentials = CoordinatorCredentials.open(tmp_path)
-    assert credentials.enrol("a")
-    assert credentials.enrol("b")
-    assert credentials.enrol("c") == b""
-    assert credentials.enrol("a")
+    assert credentials.issue_key("a")
+    assert credentials.issue_key("b")
+    assert credentials.issue_key("c") == b""
+    assert credentials.issue_key("a")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can write for another user")
@@ -267,7 +267,7 @@ def test_files_changed_by_root_stay_owned_by_the_service(tmp_path):
     for path in (tmp_path / "coordinator", *files(tmp_path)):
         os.chown(path, 65_534, 65_534)
     credentials.rotate(everyone=True)
-    credentials.enrol("w")
+    credentials.issue_key("w")
     assert {path.stat().st_uid for path in files(tmp_path)} == {65_534}
 
 
@@ -301,7 +301,7 @@ def test_stale_directory_revokes_nobody(members, monkeypatch):
             patch.setattr(os, name, stale_error)
         assert len(credentials.check()) == 1
         _assert_nothing_revoked(credentials, check)
-        assert credentials.enrol("bob") == b""
+        assert credentials.issue_key("bob") == b""
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", stale_error)
         assert all("Stale" in problem for problem in credentials.check())

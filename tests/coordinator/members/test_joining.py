@@ -128,7 +128,7 @@ async def test_invalid_key_falls_back_to_the_token(tmp_path):
 async def test_worker_retries_while_keys_are_unreadable(tmp_path):
     async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as member:
         keys = CoordinatorCredentials.open()
-        assert keys.enrol("ann")
+        assert keys.issue_key("ann")
         path = keys.keys._path
         path.unlink()
         path.symlink_to(path)
@@ -164,8 +164,8 @@ async def test_revoked_worker_is_dismissed_and_stays_away(tmp_path, monkeypatch)
 async def test_key_is_bound_to_its_worker_name(tmp_path):
     async with live_service(tmp_path, 1) as live, HostileWorker(live.port) as attacker:
         credentials = CoordinatorCredentials.open()
-        assert credentials.enrol("ann")
-        key = credentials.enrol("bob")
+        assert credentials.issue_key("ann")
+        key = credentials.issue_key("bob")
         attacker.send_hello(name="ann", enrolled=True)
         challenge = await attacker.wait_for_message(Challenge)
         exchange = Exchange(attacker.hello, challenge.nonce, credentials.fingerprint)

@@ -15,7 +15,13 @@ from coordinator.operator.structured_log import set_up_logging
 from coordinator.run.outputs.events import Committed, Halted, TrainingStarted, WorkerRefused
 from coordinator.run.outputs.restart import CommitRecord
 from coordinator.run.run import RunPhase
-from coordinator.service.events import RunAccepted, RunEnded, RunResumed, WorkerConnected
+from coordinator.service.events import (
+    Draining,
+    RunAccepted,
+    RunEnded,
+    RunResumed,
+    WorkerConnected,
+)
 from protocol.cli.systemd import Priority, SystemJournal
 from protocol.spec.run_spec import parse_run_spec_text
 from protocol.wire.messages import Commit
@@ -81,6 +87,29 @@ def test_without_a_journal_the_same_lines_are_printed(reason):
     console, screen = progress()
     console.emit(HALTED.model_copy(update={"reason": reason}))
     assert screen.getvalue() == "HALTED at step 3: a NaN\n"
+
+
+@pytest.mark.parametrize(
+    ("phase", "line"),
+    [
+        (RunPhase.TRAINING, "draining: finishing the step in progress"),
+        (RunPhase.WAITING, "draining: no step is in progress"),
+    ],
+)
+def test_draining_mentions_a_step_only_if_one_is_in_progress(phase, line):
+    journal = RecordingJournal()
+    console, _ = progress(journal)
+    console._service.current.run.phase = phase
+    console.emit(Draining())
+    assert journal.entries[-1][0] == line
+
+
+def test_draining_an_idle_service_mentions_no_step():
+    journal = RecordingJournal()
+    console, _ = progress(journal)
+    console._service.current = None
+    console.emit(Draining())
+    assert journal.entries[-1][0] == "draining: no step is in progress"
 
 
 def test_refused_worker_is_reported():
@@ -189,7 +218,7 @@ def test_refused_worker_is_named_once_while_the_run_waits():
     console._wait_before_line_s = 0.0
     console.tick()
     assert screen.getvalue() == (
-        "waiting 0 s for 2 more workers: 1 of 3 are here; "
+        "waiting 0 s for 2 more workers: 1 of 3 are connected; "
         "ann cannot take part: the device failed: out of memory; connected before: cem\n"
     )
 

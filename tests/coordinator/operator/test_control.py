@@ -21,7 +21,7 @@ from coordinator.members.listening import require_loopback
 from coordinator.operator.control import ControlPort
 from coordinator.operator.control_client import request
 from coordinator.run.outputs.events import Event
-from coordinator.service.run_instance import given_up_runs, unfinished_runs
+from coordinator.service.run_instance import abandoned_runs, unfinished_runs
 from coordinator.service.service import Service, Settings
 from protocol.base import limits
 from protocol.base.errors import ExitCode, Unreachable, UsageError
@@ -273,7 +273,7 @@ async def test_abandoned_run_continues_by_its_name(tmp_path):
         assert run_end["reason"].startswith("given up by the operator, when halted: ")
         await live.result(second["run_id"])
         assert unfinished_runs(runs) == []
-        assert given_up_runs(runs) == [first["run_id"]]
+        assert abandoned_runs(runs) == [first["run_id"]]
 
         for name, refusal in ((second["run_id"], 409), ("nowhere", 400), ("../runs", 400)):
             assert (await operator.post("/resume", {"run_id": name}))[0] == refusal
@@ -283,7 +283,7 @@ async def test_abandoned_run_continues_by_its_name(tmp_path):
         while not any(event["event"] == "run_ended" for event in live.events[mark:]):
             live.changed.clear()
             await live.changed.wait()
-        assert given_up_runs(runs) == []
+        assert abandoned_runs(runs) == []
     result = json.loads((runs / first["run_id"] / "result.json").read_text())
     assert result["weights_digest"] == reference["weights_digest"]
     assert audit(runs / first["run_id"]).ok
@@ -295,7 +295,7 @@ async def test_run_that_waits_for_workers_can_be_abandoned(tmp_path):
         _, first = await operator.post("/submit", {"run": SPEC})
         assert (await operator.post("/give-up"))[0] == 200
         await operator.live.wait_for("run_ended", run_id=first["run_id"])
-        assert given_up_runs(tmp_path) == [first["run_id"]]
+        assert abandoned_runs(tmp_path) == [first["run_id"]]
         assert await operator.post("/resume", first) == (200, first)
 
 

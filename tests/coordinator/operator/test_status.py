@@ -50,19 +50,19 @@ COMMITTED = (*TWO_TRAIN, "subtree ann 0-2", "subtree bob 2-4")
 @pytest.mark.parametrize(
     ("commands", "options", "worker_names", "expected"),
     [
-        ((), {"workers": "3"}, ["ann"], "2 more workers: 1 of 3 are here"),
+        ((), {"workers": "3"}, ["ann"], "2 more workers: 1 of 3 are connected"),
         (
             ("invite ann", "invite bob", "unready ann own=yes"), {"workers": "2"}, ["ann", "bob"],
-            "1 more worker: 1 of 2 are here; ann cannot take part: too large for its device",
+            "1 more worker: 1 of 2 are connected; ann cannot take part: too large for its device",
         ),
         (
             ("invite ann", "invite bob", "fails ann"), {"workers": "2"}, ["bob"],
-            ("1 more worker: 1 of 2 are here; "
+            ("1 more worker: 1 of 2 are connected; "
                 "ann cannot take part: the device failed: out of memory"),
         ),
         (("invite ann", "invite bob", "ready ann"), {}, ["ann", "bob"], "bob to build the task"),
         (("invite ann", "ready ann left_out=other-bits"), {"workers": "2"}, ["ann", "ann"],
-            "1 more worker: 1 of 2 are here; ann: other-bits"),
+            "1 more worker: 1 of 2 are connected; ann: other-bits"),
         (TWO_TRAIN[:-1], {}, ["ann", "bob"], "ann to send the initial state"),
         ((*TWO_TRAIN, "subtree bob 2-4", "payload ann 0-2", "loss ann 0-2"), {}, ["ann", "bob"],
             "gradients of ann"),
@@ -174,7 +174,7 @@ async def test_status_of_a_training_run_fits_on_one_screen():
     run = run_after(*COMMITTED, "applied ann 1", "applied bob 1", "replica 1", workers="2")
     service = await service_with(run, "ann", "bob", "idle")
     assert service.current is not None
-    service.current.applied = ReplicaState(1, "s" * 64)
+    service.current.replica_state = ReplicaState(1, "s" * 64)
     service.current.weights_digest = "w" * 64
     document = json.loads(json.dumps(status_document(service, NOW_S), allow_nan=False))
     expected = {
@@ -260,14 +260,16 @@ async def test_refused_worker_is_named_and_not_counted(commands, options, reason
     service = await service_with(run, "ann", "bob")
     document = json.loads(json.dumps(status_document(service, NOW_S), allow_nan=False))
     wait_text = document["waiting_for"]
-    assert wait_text.startswith(f"1 more worker: 1 of 2 are here; bob cannot take part: {reason}")
+    assert wait_text.startswith(
+        f"1 more worker: 1 of 2 are connected; bob cannot take part: {reason}"
+    )
     _, bob = document["workers"]
     assert (bob["state"], bob["cannot"].startswith(reason)) == ("cannot take part", True)
     lines = list(status_lines(document))
     assert f"waiting  for {wait_text}" in lines
     assert "workers  1 of 2 expected, view 0" in lines
     assert "  bob: cannot take part, seen 2 s ago" in lines
-    assert ", 1 of 2 workers; waiting for 1 more worker: 1 of 2 are here" in summary(document)
+    assert ", 1 of 2 workers; waiting for 1 more worker: 1 of 2 are connected" in summary(document)
 
 
 async def test_waiting_run_and_missing_loss_are_described():

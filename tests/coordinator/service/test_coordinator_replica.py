@@ -48,7 +48,7 @@ def fill(coordinator_replica):
 
 async def test_chunks_fill_state_0(coordinator_replica):
     fill(coordinator_replica)
-    initial_digest, state = await coordinator_replica.state_0()
+    initial_digest, state = await coordinator_replica.digest_state_0()
     assert initial_digest == expected_replica([]).initial_digest()
     assert (state.step, state.state_digest) == (0, expected_replica([]).state_digest())
 
@@ -82,4 +82,4 @@ async def test_step_waits_until_the_replica_is_released(coordinator_replica):
         locked.release()
         assert (await step).state_digest == expected_replica([True]).state_digest()
     # The end of the first context must not release a lock that another caller has taken.
-    assert (await coordinator_replica.state_0())[1].step == 1
+    assert (await coordinator_replica.digest_state_0())[1].step == 1

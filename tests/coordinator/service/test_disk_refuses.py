@@ -283,7 +283,7 @@ async def test_coordinator_that_lost_its_directory_stops_committing(tmp_path):
         assert "has another coordinator now, of term 99" in run_end["reason"]
         # It must not dismiss its workers when it ends: the other coordinator needs them.
         assert live.service.finished is not None
-        assert live.service.finished.superseded
+        assert live.service.finished.is_superseded
         assert not (directory_of(live, run_id) / "result.json").exists()
 
 

@@ -70,9 +70,9 @@ async def report_step_applied(live: LiveService, attacker: HostileWorker) -> Non
     current = live.service.current
     assert current is not None
     async with asyncio.timeout(PATIENCE_S):
-        while current.applied is None or current.applied.step < 1:  # noqa: ASYNC110 -- raises no event
+        while current.replica_state is None or current.replica_state.step < 1:  # noqa: ASYNC110 -- raises no event
             await asyncio.sleep(0.001)
-    digest = current.applied.state_digest
+    digest = current.replica_state.state_digest
     attacker.send(StepApplied(term=attacker.term, step=1, state_digest=digest))
 
 

@@ -72,7 +72,7 @@ def test_fitting_option_is_named(tmp_path, monkeypatch, free_share, spec, remedy
 
 
 async def test_run_that_does_not_fit_never_begins(tmp_path, monkeypatch):
-    is_state_computed, compute_state_0 = threading.Event(), CoordinatorReplica.state_0
+    is_state_computed, compute_state_0 = threading.Event(), CoordinatorReplica.digest_state_0
 
     async def digest_then_signal(self):
         digest = await compute_state_0(self)
@@ -83,7 +83,7 @@ async def test_run_that_does_not_fit_never_begins(tmp_path, monkeypatch):
         assert is_state_computed.wait(60)
         check_disk_space(*arguments)
 
-    monkeypatch.setattr(CoordinatorReplica, "state_0", digest_then_signal)
+    monkeypatch.setattr(CoordinatorReplica, "digest_state_0", digest_then_signal)
     monkeypatch.setattr(run_storage, "check_disk_space", check_late)
     spec = scripted_spec(
         steps=1000, scripted={"blocks": 3, "block_bytes": 8192, "samples": 64},

@@ -68,7 +68,7 @@ def test_no_secret_waits_for_the_writer_of_a_pipe(pipe, tmp_path):
     home = tmp_path / "home"
     for name in ("certificate.pem", "key.pem", "join.token", "reader.token", "workers.json"):
         credentials = CoordinatorCredentials.open(home)
-        credentials.enrol("w")
+        credentials.issue_key("w")
         path = home / "coordinator" / name
         moved_path = path.rename(tmp_path / "moved")
         os.mkfifo(path, 0o600)

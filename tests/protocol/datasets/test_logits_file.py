@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from protocol.base.errors import DataError
 from protocol.datasets.logits_file import (
-    CaptureFacts,
+    CaptureMetadata,
     LogitsFile,
     Records,
     pyarrow_modules,
@@ -41,8 +41,8 @@ def random_records(layout: CaptureLayout, samples: int, seed: int = 0) -> Record
     return records
 
 
-def facts_of(layout: CaptureLayout) -> CaptureFacts:
-    return CaptureFacts(teacher="a" * 64, tokenizer="b" * 64, layout=layout)
+def facts_of(layout: CaptureLayout) -> CaptureMetadata:
+    return CaptureMetadata(teacher="a" * 64, tokenizer="b" * 64, layout=layout)
 
 
 @given(

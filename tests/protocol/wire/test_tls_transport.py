@@ -123,7 +123,7 @@ async def test_simultaneous_messages_both_ways_arrive_in_order(contexts, seed):
         for number, count in enumerate(counts):
             channel.send(make_message(random_bytes(count, seed=number), offset=number))
             if source.random() < 0.5:
-                await channel.room()
+                await channel.wait_for_room()
 
     await asyncio.gather(*map(send_counts, channels, body_sizes))
     for owner, counts in zip(owners, reversed(body_sizes), strict=True):

@@ -368,7 +368,7 @@ async def test_queued_gradients_do_not_drop_a_reader_and_can_be_withdrawn(monkey
         queue_before = list(slow_channel.waiting)
         assert queue_before[-1] == average(31).message
         assert slow_channel.waiting_bytes == len(queue_before) * average(0).nbytes
-        room_task = asyncio.create_task(slow_channel.room())
+        room_task = asyncio.create_task(slow_channel.wait_for_room())
         await asyncio.sleep(0)
         assert not room_task.done()
         slow_channel.withdraw((messages.AveragedBlockGradient,))
@@ -416,7 +416,7 @@ async def test_closed_connection_releases_waiting_senders(monkeypatch):
         slow_channel = server.channels[0]
         for step in range(32):
             slow_channel.send(average(step))
-        room_task = asyncio.create_task(slow_channel.room())
+        room_task = asyncio.create_task(slow_channel.wait_for_room())
         await asyncio.sleep(0)
         channel.abort("done")
         await room_task

@@ -374,3 +374,23 @@ def test_file_in_place_of_a_model_has_a_remedy(tmp_path):
     (tmp_path / MANIFEST.export.directory).write_text("")
     with pytest.raises(StorageFailed, match="expected a directory, got a file; remove it"):
         write_model(tmp_path, MANIFEST, initial_replica())
+
+
+@pytest.mark.parametrize(
+    ("content", "got"),
+    [
+        (b"", "an empty file"),
+        (b'{"run_id": "r", "sp', "a file that is not JSON, or only a part of it"),
+        (b"\xff\xfe\x00", "a file that is not JSON, or only a part of it"),
+        (b"[]", "JSON without keys"),
+        (b'{"spec": {}}', "JSON without a text under 'run_id'"),
+        (b'{"run_id": "r", "spec": 5}', "JSON without a run spec under 'spec'"),
+    ],
+)
+def test_message_about_a_damaged_run_file_has_no_python_internals(tmp_path, content, got):
+    directory = begin_run(tmp_path)
+    directory.run_file.write_bytes(content)
+    with pytest.raises(StorageDamaged) as damage:
+        directory.read_run()
+    expected = f"expected JSON with the run's ID and spec, got {got}; restore it from a copy"
+    assert damage.value.reason == expected
