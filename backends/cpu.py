@@ -37,6 +37,6 @@ class CpuBackend:
         """
         if not trainable.arithmetic.is_canonical:
             return self._eager.compile(trainable, example, other_batches, evaluations)
-        from backends.wgpu.canonical_programs import canonical_on_host  # noqa: PLC0415  (seconds)
+        from backends.wgpu.canonical_programs import compile_canonical_for_cpu  # noqa: PLC0415  (seconds)
 
-        return canonical_on_host(trainable, (example, *other_batches), evaluations)
+        return compile_canonical_for_cpu(trainable, (example, *other_batches), evaluations)

@@ -35,7 +35,7 @@ from backends.base.interface import Batch, Trainable
 from backends.registry import choose
 from backends.wgpu.backend import VulkanBackend
 from backends.wgpu.lowering.lowering import Templates
-from backends.wgpu.program import VulkanProgram
+from backends.wgpu.program import CompiledProgram
 from backends.wgpu.shaders.attention.problem import AttentionSizes
 from backends.wgpu.shaders.dispatch import Dispatch
 from backends.wgpu.shaders.matmul.shader import MatmulProblem, Operand, matmul_shader
@@ -117,7 +117,7 @@ def matmul_row(
 
 @dataclass(frozen=True, slots=True)
 class _ForcedFusion(Templates):
-    """Fuses attention or does not, as `fused` says, whether or not this is faster."""
+    """AttentionPolicy attention or does not, as `fused` says, whether or not this is faster."""
 
     fused: bool = False
 
@@ -151,7 +151,7 @@ def attention_row(backend: VulkanBackend, length: int, rounds: int) -> list[str]
         module: nn.Module = LlamaForCausalLM(config)
         template = _ForcedFusion(not backend.adapter.software, backend.tuner.shader, fused)
         job = Trainable(cut_into_blocks(module), module, loss)
-        programs.append(VulkanProgram(backend.device, job, template, adds=True))
+        programs.append(CompiledProgram(backend.device, job, template, adds=True))
         programs[-1].check(batch)
     separate_times, fused_times = measure_alternately(
         [partial(microbatch, attention_program, batch, 0) for attention_program in programs], rounds

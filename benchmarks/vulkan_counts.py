@@ -24,7 +24,7 @@ from backends.wgpu.capture.capture import capture_step
 from backends.wgpu.device.running import Submission
 from backends.wgpu.device.sum_stack import Sources, SumStack, largest_level_count
 from backends.wgpu.device.target import Buffer, CommandList
-from backends.wgpu.lowering.lowered_plan import lowered_plan
+from backends.wgpu.lowering.lowered_plan import lower_to_plan
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.lowering.microbatching import enlarge_for_microbatches
 from backends.wgpu.lowering.plan import Plan
@@ -72,7 +72,7 @@ def plan_of(trainable: Trainable, batch: Batch) -> tuple[Plan, float]:
     capture = capture_step(module, loss, trained_names, arrays, templates.fuses)
     base = BaseLayout(module, trainable.base_dtype)
     constants = dict(module.named_buffers())
-    plan = lowered_plan(capture, base, constants, templates, [[*range(1 + len(trained_names))]])
+    plan = lower_to_plan(capture, base, constants, templates, [[*range(1 + len(trained_names))]])
     paths = {kind.path for kind in capture.kinds}
     layer_dispatches = sum(
         any(path in dispatch.label for path in paths) for dispatch in plan.dispatches
@@ -118,7 +118,7 @@ def subtree_row(name: str, trainable: Trainable, plan: Plan) -> Sequence[str]:
     joint_plan = enlarge_for_microbatches(
         plan, min(MICROBATCHES_PER_DISPATCH, SUBTREE_LEAVES), lambda _: True
     )
-    microbatches_at_once = joint_plan.at_once
+    microbatches_at_once = joint_plan.microbatch_limit
     single_dispatches = dispatches_of_subtree(trainable, plan, 1, 1)
     joint_dispatches = dispatches_of_subtree(trainable, plan, microbatches_at_once, _BINDINGS // 2)
     return [

@@ -147,7 +147,7 @@ def sums_row(backend: VulkanBackend, task: str, rounds: int, threads: int) -> li
     def sum_on_host() -> None:
         _consume(program.sum_on_host(leaves))
 
-    if not backend.exact_additions:
+    if not backend.has_exact_additions:
         program.close()
         return [job.name, "the device's additions are not exact", *[""] * 5]
     readbacks = []

@@ -7,14 +7,14 @@ from functools import cached_property
 from typing import Final
 
 from backends.base.interface import Batch, DeviceInfo, Trainable
-from backends.wgpu.canonical_programs import canonical_on_device
+from backends.wgpu.canonical_programs import compile_canonical_for_device
 from backends.wgpu.compiled import compile_program
 from backends.wgpu.device.adapters import Adapter, adapters
 from backends.wgpu.device.arithmetic import count_changed_float16, count_wrong_additions
 from backends.wgpu.device.device import Device
 from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.lowering.lowering import Templates
-from backends.wgpu.program import VulkanProgram
+from backends.wgpu.program import CompiledProgram
 from protocol.base.errors import BackendUnavailable
 from protocol.base.limits import MICROBATCHES_PER_DISPATCH
 
@@ -55,7 +55,7 @@ class VulkanBackend:
         return self._tuner
 
     @cached_property
-    def exact_additions(self) -> bool:
+    def has_exact_additions(self) -> bool:
         """Whether the device's additions are exact, so that it may add subtree sums.
 
         See `backends.wgpu.device.arithmetic`.
@@ -72,15 +72,13 @@ class VulkanBackend:
         return ""
 
     def numerics_profile(self, threads: int) -> Mapping[str, str]:
-        """Return what decides the bits of a shader's results.
-
-        That is adapter, driver, compiler, and whether additions are exact.
-        """
+        """Return the properties that determine the bits of a shader's results: adapter, driver,
+        wgpu's version, and whether additions are exact."""
         del threads  # the device schedules its threads
         return {
             "device": "vulkan",
             "name": self.adapter.name,
-            "additions": "exact" if self.exact_additions else "not exact",
+            "additions": "exact" if self.has_exact_additions else "not exact",
             **self.device.traits(),
         }
 
@@ -90,7 +88,7 @@ class VulkanBackend:
         example: Batch,
         other_batches: Sequence[Batch] = (),
         evaluations: Sequence[Batch] = (),
-    ) -> VulkanProgram:
+    ) -> CompiledProgram:
         """Capture the step for batches like the example, and upload the weights.
 
         Raises:
@@ -99,8 +97,13 @@ class VulkanBackend:
         """
         batches = (example, *other_batches)
         if trainable.arithmetic.is_canonical:
-            return canonical_on_device(
-                self.device, self.tuner, trainable, batches, evaluations, adds=self.exact_additions
+            return compile_canonical_for_device(
+                self.device,
+                self.tuner,
+                trainable,
+                batches,
+                evaluations,
+                adds=self.has_exact_additions,
             )
         device_bindings = self.device.limits["max-storage-buffers-per-shader-stage"]
         bindings = min(device_bindings, _BINDINGS)
@@ -111,7 +114,7 @@ class VulkanBackend:
             workgroup_bytes=self.tuner.traits.workgroup_bytes,
             microbatches=MICROBATCHES_PER_DISPATCH,
         )
-        adds = self.exact_additions
+        adds = self.has_exact_additions
         float16_refusal = self.float16_refusal if trainable.precision == "float16" else ""
         return compile_program(
             self.device,

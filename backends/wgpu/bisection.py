@@ -28,7 +28,7 @@ _MOST_ELEMENTS: Final = 2**27
 """Limit on the elements of all intermediate values."""
 
 
-class RunsCaptures(Protocol):
+class CaptureRunner(Protocol):
     """The methods of a program that the search uses."""
 
     def run_once(self, capture: Capture, batch: Batch, seed: int) -> list[Array | None]:
@@ -37,7 +37,7 @@ class RunsCaptures(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Operator:
-    """A copy of a traced node: lowering changes the graph."""
+    """A copy of a traced node, because lowering changes the graph."""
 
     node: fx.Node
     target: Any
@@ -52,7 +52,7 @@ class _Operator:
 
 
 def describe_differing_operator(  # noqa: PLR0917
-    program: RunsCaptures,
+    program: CaptureRunner,
     capture: Capture,
     values: Mapping[str, torch.Tensor],
     batch: Batch,
@@ -63,7 +63,7 @@ def describe_differing_operator(  # noqa: PLR0917
     """Describe the first operator that differs by more than `tolerance`; empty if none does.
 
     Args:
-        program: RunsCaptures the capture.
+        program: Runs the capture.
         capture: A capture with all layers inlined; it is modified.
         values: The module's tensors by name.
         batch: A microbatch.
@@ -124,7 +124,7 @@ def _differs(operator: _Operator, values: dict[fx.Node, Any], tolerance: float) 
         with torch.no_grad():
             expected = operator.target(*args, **kwargs)
     except (KeyError, NotImplementedError, RuntimeError):
-        return False  # torch lacks this operator or the operator of an operand
+        return False  # torch cannot compute this operator, or an operator before it, on the CPU
     result = values.setdefault(operator.node, expected)
     if not isinstance(expected, torch.Tensor) or result is expected:
         return False

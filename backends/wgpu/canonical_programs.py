@@ -12,7 +12,7 @@ from backends.wgpu.canonical.host import CpuTarget, product_shader
 from backends.wgpu.compiled import compile_program
 from backends.wgpu.graph.values import NoRule
 from backends.wgpu.lowering.lowering import Templates
-from backends.wgpu.program import VulkanProgram
+from backends.wgpu.program import CompiledProgram
 from protocol.base.errors import SamestepError
 from protocol.base.limits import MICROBATCHES_PER_DISPATCH
 from protocol.spec.sections.model import ArithmeticSpec
@@ -27,9 +27,9 @@ def convention_of(spec: ArithmeticSpec) -> Convention:
     return Convention(spec.multiply_add == "fused", spec.subnormals == "flushed")
 
 
-def canonical_on_host(
+def compile_canonical_for_cpu(
     trainable: Trainable, batches: Sequence[Batch], evaluations: Sequence[Batch]
-) -> VulkanProgram:
+) -> CompiledProgram:
     """Compile the task for the CPU; arguments as for `compile_program`.
 
     Raises:
@@ -43,7 +43,7 @@ def canonical_on_host(
         return compile_program(host, trainable, template, batches, evaluations, adds=adds)
 
 
-def canonical_on_device(
+def compile_canonical_for_device(
     device: Device,
     tuner: MatmulTuner,
     trainable: Trainable,
@@ -51,7 +51,7 @@ def canonical_on_device(
     evaluations: Sequence[Batch],
     *,
     adds: bool,
-) -> VulkanProgram:
+) -> CompiledProgram:
     """Compile the task for a Vulkan device; arguments as for `compile_program`.
 
     Raises:
@@ -79,7 +79,7 @@ def _explain_missing_rule(remedy: str) -> Iterator[None]:
     """Add the remedy to an error about an operator without a rule.
 
     Args:
-        remedy: What to use for the model instead.
+        remedy: The alternative that the error recommends.
 
     Raises:
         SamestepError: The error with the remedy.

@@ -11,7 +11,7 @@ from backends.losses.coupled_loss import with_backward_loss
 from backends.wgpu.device.target import ComputeTarget
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.parity import Parity
-from backends.wgpu.program import VulkanProgram
+from backends.wgpu.program import CompiledProgram
 from protocol.base.errors import SamestepError
 from protocol.spec.sections.model import ComputePrecision
 
@@ -27,7 +27,7 @@ def compile_program(
     *,
     adds: bool,
     float16_refusal: str = _FLOAT32_ONLY,
-) -> VulkanProgram:
+) -> CompiledProgram:
     """Compile a task for a target: capture the step for batches like these, upload the weights.
 
     Args:
@@ -36,7 +36,7 @@ def compile_program(
         template: How kernels are generated for the target.
         batches: Microbatches, at least one, one of each shape.
         evaluations: Evaluation batches, one of each shape.
-        adds: Whether the target may add subtree sums.
+        adds: Whether the target may add subtree sums, because its additions are exact.
         float16_refusal: Why float16 is not supported; empty if it is supported.
 
     Raises:
@@ -51,7 +51,7 @@ def compile_program(
     _refuse_precision(trainable.precision, float16_refusal)
     template = replace(template, is_float16=trainable.precision == "float16")
     trainable = with_backward_loss(trainable)
-    program = VulkanProgram(target, trainable, template, adds=adds)
+    program = CompiledProgram(target, trainable, template, adds=adds)
     if trainable.capture_rows is not None:
         for batch in batches:
             program.capture_rows(batch)

@@ -1,13 +1,12 @@
 """A loss over all samples of a step (`backends.losses.coupled_loss`) on a compiled device.
 
-There are two programs. The first is the training step of a microbatch, whose plan reads back the
-embeddings before backward begins. The first pass of a step runs this plan up to that point, so both
-passes have the same kernels and the same bits, even if a driver contracts or reorders. The second
-program is the loss over the rows of all samples, with its gradients with respect to the
-rows and to the parameters that it reads. It is lowered like a model's step, and every device
-computes it. Computing it on the host instead would make native arithmetic depend on two machines,
-and would compute N x N scores while a card waits. The price is that a batch_loss must be traceable,
-like a model.
+There are two plans. The first is the training step of a microbatch, which reads back the embeddings
+before backward begins. The first pass of a step runs this plan up to that point, so both passes
+have the same kernels and the same bits, even if a driver contracts or reorders. The second plan is
+the loss over the rows of all samples, with its gradients with respect to the rows and to the
+parameters that it reads. It is lowered like a model's step, and every device computes it. On the
+host, the result of native arithmetic would also depend on the host's processor, and a card would
+wait for N x N scores. Therefore a batch_loss must be traceable, like a model.
 
 Every microbatch has the same arrays, so that one plan serves all: the first microbatch carries the
 gradients of the loss's own parameters, and the others carry zeros.
@@ -32,7 +31,7 @@ from backends.base.interface import (
     StepLoss,
 )
 from backends.losses.coupled_loss import check_losses, copy_for_in_place_changes
-from backends.wgpu.capture.attention import Fuses
+from backends.wgpu.capture.attention import AttentionPolicy
 from backends.wgpu.capture.capture import Capture, capture_coupled
 from backends.wgpu.capture.host_run import HostStep
 from backends.wgpu.device.packing import from_words, seed_words
@@ -56,13 +55,13 @@ class CoupledCapture:
         module: The model, on the host.
         trained_names: Names of the trainable tensors, in the order of the step's outputs.
         fuses: See `capture_step`.
-        observed_fields: The fields that the loss in the current trace has computed.
+        observed_fields: The fields that the loss has computed in the current trace.
     """
 
     coupled: CoupledLoss
     module: torch.nn.Module
     trained_names: Sequence[str]
-    fuses: Fuses
+    fuses: AttentionPolicy
     observed_fields: Mapping[str, torch.Tensor] = field(default_factory=dict)
     _captures: dict[int, Capture] = field(default_factory=dict)
     _read_parameters: tuple[str, ...] | None = None
@@ -88,8 +87,8 @@ class CoupledCapture:
         ]
 
     def take_capture(self, samples: int) -> Capture:
-        """Return the capture over `samples` samples, and forget it, because planning changes the
-        capture."""
+        """Return the capture over `samples` samples, and remove it from this object, because
+        planning changes the capture."""
         capture = self.capture(samples)
         del self._captures[samples]
         return capture
@@ -123,8 +122,8 @@ class CoupledCapture:
 
         return losses
 
-    def parameters(self, samples: int) -> tuple[str, ...]:
-        """Return names of the trainable tensors that the loss itself reads.
+    def loss_parameters(self, samples: int) -> tuple[str, ...]:
+        """Return the names of the trainable tensors that the loss itself reads.
 
         Args:
             samples: Number of samples of a step, used if the loss does not declare it.
@@ -139,7 +138,8 @@ class CoupledCapture:
     def complete_batch(self, batch: Batch) -> Batch:
         """Return a microbatch with all arrays of a training step.
 
-        If the batch has no gradients of embeddings, as in a device probe, a pattern replaces them.
+        If the batch has no gradients of embeddings, as in a probe of the device, a pattern replaces
+        them.
         """
         samples = len(next(iter(batch.arrays.values())))
         parameters = dict(self.module.named_parameters())
@@ -149,7 +149,7 @@ class CoupledCapture:
             if field_spec.dtype == "float32"
         }
         has_gradients = not batch.arrays.keys().isdisjoint(shapes)
-        for name in self.parameters(samples):
+        for name in self.loss_parameters(samples):
             shapes[PARAMETER_GRADIENT + name] = tuple(parameters[name].shape)
         fill = np.zeros if has_gradients else _pattern
         missing_arrays = {
@@ -159,7 +159,9 @@ class CoupledCapture:
         }
         return Batch({**batch.arrays, **missing_arrays}, batch.weight) if missing_arrays else batch
 
-    def rows(self, capture: Capture, arrays: Sequence[Array], microbatches: int) -> Iterator[Rows]:
+    def read_rows(
+        self, capture: Capture, arrays: Sequence[Array], microbatches: int
+    ) -> Iterator[Rows]:
         """Yield the rows of each microbatch from the outputs of a plan's first segment."""
         layout = self.coupled.layout
         specs = capture.outputs[-len(layout.fields) :]
@@ -175,7 +177,9 @@ class CoupledCapture:
             }
             yield join_fields(layout, fields)
 
-    def step_loss(self, arrays: Sequence[Array | None], samples: int, tables: Tables) -> StepLoss:
+    def build_step_loss(
+        self, arrays: Sequence[Array | None], samples: int, tables: Tables
+    ) -> StepLoss:
         """Return losses and gradients from the outputs of the loss's plan, in order."""
         losses, *gradient_arrays = arrays
         assert losses is not None
@@ -213,8 +217,8 @@ class ComputesStepLoss(Protocol):
 class CoupledParity:
     """Checks before a run that the device computes a step's loss as torch does.
 
-    It compares as many rows as a step has: repetitions of one microbatch's rows with noise.
-    Constructed before the program moves the module's weights off the host.
+    It compares as many rows as a step has: repetitions of one microbatch's rows with noise. It must
+    be constructed before the program moves the module's weights off the host.
 
     Args:
         coupled: The loss.
@@ -300,7 +304,7 @@ class CoupledParity:
             losses.append(sample_losses.detach().float())
             return loss_sum
 
-        names = coupled.parameters(len(next(iter(arrays.values()))))
+        names = coupled.loss_parameters(len(next(iter(arrays.values()))))
         step = HostStep(coupled.module, total, self._values, names, capture.calls)
         seed_tensor = torch.from_numpy(seed_words(seed, capture.seeds).view(np.int32).copy())
         _, *parameter_tensors = step.run(arrays, seed_tensor)

@@ -1,8 +1,8 @@
 """Check before a run starts that the device computes the run's model as torch does.
 
-Compares loss and gradients of two microbatches, in training mode, with torch's on the CPU, with the
-same random draws. If torch would take too long, only a few layers are compared, at least one of
-each kind and the last, together with everything outside the layers.
+The check compares loss and gradients of two microbatches, in training mode, with torch's on the
+CPU, with the same random draws. If torch would take too long, it compares only a few layers (at
+least one of each kind, the second and the last) and everything outside the layers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from backends.base.interface import Array, Batch, Trainable
-from backends.wgpu.bisection import RunsCaptures, describe_differing_operator
+from backends.wgpu.bisection import CaptureRunner, describe_differing_operator
 from backends.wgpu.capture.capture import Capture
 from backends.wgpu.capture.host_run import HostStep
 from backends.wgpu.capture.layer_call import LayerCall, repeated_layers
@@ -37,19 +37,19 @@ rounding errors alone."""
 ROUNDINGS: Final = 10.0
 """Allowed difference as a multiple of torch's own change when the weights' last bits change."""
 _BUDGET_S: Final = 4.0
-"""Approximate time budget for torch's side, in seconds."""
+"""Approximate time budget of torch's computations."""
 _PRODUCT_SIZE: Final = 512
 """Rows and columns of the matrix product that measures the CPU's speed."""
 _OPERATIONS_PER_WEIGHT: Final = 6
 """Floating-point operations per weight and row of a microbatch, in forward and backward."""
 
 
-class ComparableProgram(RunsCaptures, Protocol):
+class ComparableProgram(CaptureRunner, Protocol):
     """The methods of a program that the check uses."""
 
     loss_scale: float
 
-    def hold_values(self) -> Callable[[], dict[str, torch.Tensor]]:
+    def make_value_reader(self) -> Callable[[], dict[str, torch.Tensor]]:
         """Return a function that gives the module's current tensors as uploaded to the device,
         under all their names."""
 
@@ -82,7 +82,7 @@ class Parity:
     """Compares the device with torch: the constructor computes torch's results, `check` the
     device's.
 
-    Constructed before the program moves the module's weights off the host.
+    It must be constructed before the program moves the module's weights off the host.
 
     Args:
         program: A program without plans yet.
@@ -113,7 +113,7 @@ class Parity:
         self._captures = {} if self._part else {_shapes(microbatches[0]): whole_capture}
         seeds = range(trainable.seed, trainable.seed + 2)
         with self._part.isolate():
-            self._values = program.hold_values()
+            self._values = program.make_value_reader()
         self._cases = [self._build_case(*pair) for pair in zip(microbatches, seeds, strict=True)]
 
     def _build_case(self, batch: Batch, seed: int) -> _Case:
@@ -240,7 +240,7 @@ def difference(expected: Mapping[str, Array], results: Mapping[str, Array]) -> t
     """Return the name of the tensor that differs most ("" for the loss), and the relative
     difference.
 
-    The difference is relative to the tensor's norm; infinity if only one side is finite.
+    The difference is relative to the tensor's norm; infinity if only one of the values is finite.
     """
     norms = {name: _norm(value) for name, value in expected.items()}
     floor = _RELATIVE_FLOOR * max((norm for name, norm in norms.items() if name), default=0.0)
@@ -345,8 +345,8 @@ def choose_part(
 ) -> _Part:
     """Choose the part of a model that takes at most `operations` operations.
 
-    At least one layer of each kind, the second and the last layer of each list, and one sample are
-    chosen. Layers are of the same kind if their `LayerCall`s are: they share one set of kernels.
+    It has at least one layer of each kind, the second and the last layer of each list, and one
+    sample. Layers are of the same kind if their `LayerCall`s are: they share one set of kernels.
     """
     stacks: dict[str, tuple[nn.ModuleList, dict[str, nn.Module]]] = {}
     for path, layer in repeated_layers(module, ""):
@@ -407,7 +407,8 @@ def _shapes(batch: Batch) -> tuple[object, ...]:
 
 
 def _rows(batch: Batch) -> int:
-    """Return how often a microbatch uses a weight: its tokens, or else its samples."""
+    """Estimate how often a microbatch uses a weight: its tokens (the elements of its largest
+    integer array), or its samples if it has more."""
     token_counts = [array.size for array in batch.arrays.values() if array.dtype.kind in "iu"]
     return max(
         [*token_counts, *(len(array) for array in batch.arrays.values() if array.ndim)], default=1

@@ -1,4 +1,7 @@
-"""A task compiled for a Vulkan device: one plan per batch shape, sharing one set of weights."""
+"""A task compiled for a target: a Vulkan device, or the CPU in canonical arithmetic.
+
+There is one plan per batch shape; all plans share one set of weights.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ from backends.wgpu.device.running import (
     RunningPlan,
     Submission,
     empty_submissions,
-    submissions,
+    make_submissions,
 )
 from backends.wgpu.device.sum_stack import (
     Sources,
@@ -66,7 +69,7 @@ from backends.wgpu.lowering.estimate import (
     has_room,
     refuse_insufficient_memory,
 )
-from backends.wgpu.lowering.lowered_plan import lowered_plan
+from backends.wgpu.lowering.lowered_plan import lower_to_plan
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.lowering.microbatching import enlarge_for_microbatches
 from backends.wgpu.lowering.plan import Plan
@@ -85,11 +88,12 @@ T = TypeVar("T")
 _REASON_CHARACTERS: Final = 400
 """Longest quotation of a third-party error message."""
 CANONICAL_TABLE_BYTES: Final = 2**27
-"""Table parts in canonical arithmetic must not depend on the device: every adapter binds these."""
+"""Largest table part in canonical arithmetic, where parts must not depend on the device; every
+adapter can bind it."""
 
 
-class VulkanProgram:
-    """A torch module captured for the device. See `backends.base.interface.Program`.
+class CompiledProgram:
+    """A torch module captured for a target. See `backends.base.interface.Program`.
 
     Args:
         device: The device to run on.
@@ -141,7 +145,7 @@ class VulkanProgram:
         self._sums = SumStack(device, sizes, 1 << pairs.bit_length() - 1) if adds else None
         self._sum_submissions: dict[Any, tuple[Submission, ...]] = {}
         self._absent_gradient: Buffer | None = None
-        self._sums_in_use = False
+        self._keeps_sums_on_device = False
         """Whether the subtree in progress keeps its sums on the device."""
         self._plans: dict[Any, PlacedPlan] = {}
         self._captures: dict[Any, Capture] = {}
@@ -190,10 +194,10 @@ class VulkanProgram:
         )
         self._plans[_shapes(example)] = self._place_step(capture)
 
-    def hold_values(self) -> Callable[[], dict[str, torch.Tensor]]:
+    def make_value_reader(self) -> Callable[[], dict[str, torch.Tensor]]:
         """Return a function that gives the module's current tensors as uploaded to the device,
-        under all their names; see `Weights.hold_values`."""
-        return self._weights.hold_values(named_tensors(self._weights.module))
+        under all their names; see `Weights.make_value_reader`."""
+        return self._weights.make_value_reader(named_tensors(self._weights.module))
 
     def capture(self, batch: Batch, *, closes_layers: bool = True) -> Capture:
         """Capture a step of the module in its current form; `closes_layers` as for
@@ -216,7 +220,7 @@ class VulkanProgram:
         )
 
     def use_capture(self, batch: Batch, capture: Capture) -> None:
-        """Use this capture for batches of this shape."""
+        """Use this capture for batches of the same shapes."""
         self._captures[_shapes(batch)] = capture
 
     def gradients_of(self, batch: Batch, seed: int) -> dict[str, Array]:
@@ -231,7 +235,7 @@ class VulkanProgram:
         return results
 
     def gradients_once(self, capture: Capture, batch: Batch, seed: int) -> dict[str, Array]:
-        """As `gradients_of`, with a temporary capture."""
+        """Compute one microbatch as `gradients_of`, with a temporary capture."""
         tensors = named_tensors(self._weights.module)
         trained_names = [name for name in self._trained_names if name in tensors]
         counts = [len(self._weights.tables.get(name, "1")) for name in trained_names]
@@ -282,9 +286,9 @@ class VulkanProgram:
             self._weights.load(parameters)
 
     def gradients(self, leaves: Sequence[Leaf]) -> SubtreeGradients:
-        """Compute a subtree; sum on the device if its additions are exact and its memory
-        suffices."""
-        self._sums_in_use = False
+        """Compute a subtree; sum on the device if the subtree has several microbatches, and the
+        device's additions are exact and its memory suffices."""
+        self._keeps_sums_on_device = False
         leaves = self._complete_leaves(leaves)
         if self._sums is None or len(leaves) == 1:
             return self.sum_on_host(leaves)
@@ -293,28 +297,28 @@ class VulkanProgram:
         if not has_room(self.estimates, sum_bytes, self._device.adapter.memory_bytes):
             return self.sum_on_host(leaves)
         self._sums.reserve(levels)
-        self._sums_in_use = True
-        start = partial(self._start, self._sums, leaves)
+        self._keeps_sums_on_device = True
+        start = partial(self._start_group, self._sums, leaves)
         shapes = {_shapes(batch): batch for batch, _ in leaves if not _is_empty(batch)}
         mark_absent = partial(self._mark_absent, list(shapes.values()))
-        groups, read_embeddings = self._groups(leaves), partial(self._read_embeddings, leaves)
+        groups, read_embeddings = self._group_leaves(leaves), partial(self._read_embeddings, leaves)
         return sum_on_device(leaves, groups, start, mark_absent, len(self._blocks), read_embeddings)
 
     def sum_on_host(self, leaves: Sequence[Leaf]) -> SubtreeGradients:
         """Compute a subtree, and always sum on the host."""
         leaves = self._complete_leaves(leaves)
-        return sum_on_host(leaves, self._begin, len(self._blocks))
+        return sum_on_host(leaves, self._begin_microbatch, len(self._blocks))
 
-    def _begin(self, leaf: int, batch: Batch, seed: int) -> Microbatch:
+    def _begin_microbatch(self, leaf: int, batch: Batch, seed: int) -> Microbatch:
         del leaf
         if _is_empty(batch):
             return Microbatch(self._absent_gradients(batch), lambda: None)
         with self._lock:
-            placed_plan = self._step(batch)
+            placed_plan = self._step_plan(batch)
             words = self._pack_batch(placed_plan, batch, seed)
             run = RunningPlan(self._device, placed_plan.submissions[1], placed_plan.upload, words)
             self._current_run = run
-        return Microbatch(self._items(placed_plan, run, batch), run.stop)
+        return Microbatch(self._results(placed_plan, run, batch), run.stop)
 
     def complete_batch(self, batch: Batch) -> Batch:
         """Return a microbatch with all arrays of a training step; see
@@ -330,10 +334,10 @@ class VulkanProgram:
         """See `backends.base.interface.ComputesCoupledLoss`: runs the plan of a training step up to
         the embeddings."""
         coupled, leaves = self._require_coupled(), self._complete_leaves(leaves)
-        for group in self._groups(leaves):
+        for group in self._group_leaves(leaves):
             with self._lock:
-                placed_plan = self._step(leaves[group.start][0])
-                parts = self._parts(placed_plan, len(group))
+                placed_plan = self._step_plan(leaves[group.start][0])
+                parts = self._submissions_for(placed_plan, len(group))
                 first_parts = [*takewhile(lambda part: not part.is_last, parts)]
                 words = np.concatenate([self._pack_batch(placed_plan, *leaves[n]) for n in group])
                 run = RunningPlan(
@@ -343,7 +347,7 @@ class VulkanProgram:
             arrays = run.next()
             if arrays is None:
                 return
-            yield from coupled.rows(placed_plan.capture, arrays, len(group))
+            yield from coupled.read_rows(placed_plan.capture, arrays, len(group))
 
     def step_loss(self, rows: Rows, seed: int) -> StepLoss:
         """See `backends.base.interface.ComputesCoupledLoss`: runs a separate plan."""
@@ -364,7 +368,7 @@ class VulkanProgram:
         assert arrays is not None
         results = iter(arrays)
         outputs = [None if output is None else next(results) for output in placed_plan.plan.outputs]
-        return coupled.step_loss(outputs, samples, self._weights.tables)
+        return coupled.build_step_loss(outputs, samples, self._weights.tables)
 
     def take_embeddings(self) -> list[Rows]:
         """See `backends.base.interface.ComputesCoupledLoss`."""
@@ -374,7 +378,11 @@ class VulkanProgram:
     def step_loss_parity(self) -> CoupledParity | None:
         """Return the comparison of a coupled loss with torch's; call before weights are
         uploaded."""
-        return None if self._coupled is None else CoupledParity(self._coupled, self.hold_values()())
+        return (
+            None
+            if self._coupled is None
+            else CoupledParity(self._coupled, self.make_value_reader()())
+        )
 
     def _require_coupled(self) -> CoupledCapture:
         assert self._coupled is not None, "only tasks with a coupled loss have embeddings"
@@ -391,16 +399,16 @@ class VulkanProgram:
             return True
         arrays = run.next()
         if arrays:
-            capture = self._step(leaves[group.start][0]).capture
-            self._embedded += self._coupled.rows(capture, arrays, len(group))
+            capture = self._step_plan(leaves[group.start][0]).capture
+            self._embedded += self._coupled.read_rows(capture, arrays, len(group))
         return arrays is not None
 
     def evaluate(self, batch: Batch) -> Sums:
         """Return evaluation sums; the model's forward runs on the device, the sums on the host.
 
         Raises:
-            SamestepError: The task has no evaluation, or the evaluation needs more of the model
-                than a call.
+            SamestepError: The task has no evaluation, or the evaluation reads more of the model
+                than the outputs of a call.
         """
         if self._trainable.evaluate is None:
             raise SamestepError("this task has no evaluation")
@@ -411,8 +419,8 @@ class VulkanProgram:
         device.
 
         Raises:
-            SamestepError: The task captures empty_submissions, or needs more of the model than a
-                call.
+            SamestepError: The task captures nothing, or reads more of the model than the outputs
+                of a call.
         """
         if self._trainable.capture_rows is None:
             raise SamestepError("this task captures nothing")
@@ -478,13 +486,13 @@ class VulkanProgram:
             self._sums = self._absent_gradient = None
             self._weights.free()
 
-    def _groups(self, leaves: Sequence[Leaf]) -> list[range]:
+    def _group_leaves(self, leaves: Sequence[Leaf]) -> list[range]:
         """Group adjacent microbatches of one shape that are computed together, up to the plan's
         limit."""
         groups: list[range] = []
         for leaf, (batch, _) in enumerate(leaves):
             placed = self._plans.get(_shapes(batch))
-            room = placed.plan.at_once if placed else 1
+            room = placed.plan.microbatch_limit if placed else 1
             last_group = groups[-1] if groups else range(0)
             if 0 < len(last_group) < room and _shapes(leaves[last_group.start][0]) == _shapes(
                 batch
@@ -494,11 +502,11 @@ class VulkanProgram:
                 groups.append(range(leaf, leaf + 1))
         return groups
 
-    def _start(self, sums: SumStack, leaves: Sequence[Leaf], group: range) -> RunningPlan:
+    def _start_group(self, sums: SumStack, leaves: Sequence[Leaf], group: range) -> RunningPlan:
         """Start a group of microbatches, which are added to the subtree's sums in order."""
         first_batch = leaves[group.start][0]
         with self._lock:
-            placed_plan = None if _is_empty(first_batch) else self._step(first_batch)
+            placed_plan = None if _is_empty(first_batch) else self._step_plan(first_batch)
             merges = tuple(additions_for_leaf(leaf, len(leaves)) for leaf in group)
             shapes = None if placed_plan is None else _shapes(first_batch)
             key = (shapes, merges, group.start == 0, merges[-1].is_last and len(leaves))
@@ -509,7 +517,7 @@ class VulkanProgram:
                 parts = (
                     empty_submissions(segments)
                     if placed_plan is None
-                    else self._parts(placed_plan, microbatches)
+                    else self._submissions_for(placed_plan, microbatches)
                 )
                 sources = self._sources(placed_plan, microbatches)
                 self._sum_submissions[key] = tuple(
@@ -523,14 +531,16 @@ class VulkanProgram:
                 self._current_run = RunningPlan(
                     self._device, self._sum_submissions[key], placed_plan.upload, words
                 )
-            self._sums_in_use = not merges[-1].is_last
+            self._keeps_sums_on_device = not merges[-1].is_last
             return self._current_run
 
-    def _parts(self, placed_plan: PlacedPlan, microbatches: int) -> tuple[Submission, ...]:
+    def _submissions_for(
+        self, placed_plan: PlacedPlan, microbatches: int
+    ) -> tuple[Submission, ...]:
         """Return the submissions for this number of microbatches."""
         if microbatches not in placed_plan.submissions:
             per_microbatch = self._field_outputs
-            parts = submissions(
+            parts = make_submissions(
                 placed_plan.plan, placed_plan.buffers, self._device, microbatches, per_microbatch
             )
             placed_plan.submissions[microbatches] = tuple(parts)
@@ -544,7 +554,9 @@ class VulkanProgram:
                 placed_plan.output(number, microbatch) if placed_plan else None
                 for number in range(1, 1 + sum(map(len, self._output_sizes)))
             ]
-            gradient_buffers = [self._absent() if buffer is None else buffer for buffer in outputs]
+            gradient_buffers = [
+                self._absent_buffer() if buffer is None else buffer for buffer in outputs
+            ]
             gradients.append(
                 [
                     [gradient_buffers[o - 1] for o in self._block_outputs(n)]
@@ -557,7 +569,7 @@ class VulkanProgram:
         stride = placed_plan.plan.strides[loss] if placed_plan.plan.strides else 0
         return Sources(gradients, placed_plan.buffers[loss], stride)
 
-    def _absent(self) -> Buffer:
+    def _absent_buffer(self) -> Buffer:
         """Return absent values as long as the largest gradient, allocated on first use."""
         if self._absent_gradient is None:
             largest_elements = max(elements for sizes in self._output_sizes for elements in sizes)
@@ -571,7 +583,7 @@ class VulkanProgram:
         """Return blocks in backward order."""
         return range(len(self._blocks) - 1, -1, -1)
 
-    def _items(
+    def _results(
         self, placed_plan: PlacedPlan, run: RunningPlan, batch: Batch
     ) -> Iterator[BlockGradient | Loss]:
         loss = 0.0
@@ -583,10 +595,10 @@ class VulkanProgram:
                 return
             if number == 0:
                 loss = float(arrays.pop()[0])
-            yield BlockGradient(number, self._flat(placed_plan.plan, number, arrays))
+            yield BlockGradient(number, self._block_gradient(placed_plan.plan, number, arrays))
         yield Loss(loss, batch.weight)
 
-    def _flat(self, plan: Plan, number: int, arrays: Sequence[Array]) -> Array:
+    def _block_gradient(self, plan: Plan, number: int, arrays: Sequence[Array]) -> Array:
         """Return a block's gradient; parts of unreached tensors are absent."""
         remaining = iter(arrays)
         parts = [
@@ -609,7 +621,7 @@ class VulkanProgram:
         block = self._blocks[number]
         unreached = {tensor.name for tensor in block.tensors}
         for batch in batches:
-            unreached &= self._unreached(self._step(batch).plan, number)
+            unreached &= self._unreached(self._step_plan(batch).plan, number)
         return mark_absent(block, values, unreached)
 
     def _unreached(self, plan: Plan, number: int) -> set[str]:
@@ -677,9 +689,9 @@ class VulkanProgram:
         placed_plan.table_indices.refuse_indices_outside(arrays)
         placed_plan.integer_bounds.refuse_overflow(arrays)
         words = seed_words(seed, capture.seeds)
-        return pack(capture.arrays, plan.packed, plan.words, arrays, words)
+        return pack(capture.arrays, plan.upload_offsets, plan.words, arrays, words)
 
-    def _step(self, batch: Batch) -> PlacedPlan:
+    def _step_plan(self, batch: Batch) -> PlacedPlan:
         shapes = _shapes(batch)
         if shapes not in self._plans:
             self._plans[shapes] = self._place_step(self._take_capture(batch))
@@ -690,11 +702,11 @@ class VulkanProgram:
 
     def _place_step(self, capture: Capture) -> PlacedPlan:
         groups = [list(self._block_outputs(n)) for n in self._backward_order()]
-        groups[-1].append(0)  # the loss comes with the last block
+        groups[-1].append(0)  # the loss is read back with the last block
         if self._coupled is not None:
             groups.insert(0, [*self._field_outputs])
         return self._place_plan(
-            capture, groups, self._trained_names, at_once=self._template.microbatches
+            capture, groups, self._trained_names, limit=self._template.microbatches
         )
 
     def _place_plan(
@@ -702,28 +714,29 @@ class VulkanProgram:
         capture: Capture,
         groups: Sequence[Sequence[int]],
         trained_names: Sequence[str] = (),
-        at_once: int = 1,
+        limit: int = 1,
     ) -> PlacedPlan:
-        """Lower and plan a capture and allocate its buffers, for at most `at_once` microbatches."""
+        """Lower and plan a capture and allocate its buffers, for at most `limit` microbatches that
+        run together."""
         base, constants = self._weights.base, self._weights.constants
         integer_bounds = IntegerBounds(capture.graph, capture.arrays)
         table_indices = TableIndices(capture.graph, capture.arrays)
         split_tables(capture, self._weights.tables, trained_names)
         with _explain_failure("generate kernels for this model"):
-            plan = lowered_plan(capture, base, constants, self._template, groups)
+            plan = lower_to_plan(capture, base, constants, self._template, groups)
         if self._sums is not None:
-            plan = enlarge_for_microbatches(plan, at_once, self._has_room)
+            plan = enlarge_for_microbatches(plan, limit, self._has_room)
         self.estimates.append(estimate(plan, self._weights.nbytes()))
         adapter, largest_bytes = self._device.adapter, self._largest_bytes
         refuse_insufficient_memory(
             self.estimates, adapter.memory_bytes, largest_bytes, adapter.name
         )
         self._make_room()
-        upload = self._device.buffer(4 * plan.words * plan.at_once)
-        buffers = self._buffers(plan, upload)
-        give_back_freed_memory()  # the host copy of the uploaded weights
+        upload = self._device.buffer(4 * plan.words * plan.microbatch_limit)
+        buffers = self._assign_buffers(plan, upload)
+        give_back_freed_memory()  # of the host's copy of the uploaded weights
         with _explain_failure("compile a kernel of this model"):
-            parts = tuple(submissions(plan, buffers, self._device))
+            parts = tuple(make_submissions(plan, buffers, self._device))
         return PlacedPlan(
             plan, capture, upload, tuple(buffers), integer_bounds, table_indices, {1: parts}
         )
@@ -742,7 +755,7 @@ class VulkanProgram:
         adapter, sum_bytes = self._device.adapter, self._sums.reserved_bytes if self._sums else 0
         if self._sums is None or has_room(self.estimates, sum_bytes, adapter.memory_bytes):
             return
-        if self._sums_in_use:
+        if self._keeps_sums_on_device:
             raise DeviceError(
                 adapter.name,
                 "a microbatch of a new shape needs the memory that holds the sums of the current "
@@ -751,11 +764,11 @@ class VulkanProgram:
         self._sums.release()
         self._sum_submissions.clear()
 
-    def _buffers(self, plan: Plan, upload: Buffer) -> list[Buffer]:
+    def _assign_buffers(self, plan: Plan, upload: Buffer) -> list[Buffer]:
         slots = self._take_slots(plan.slots)
         buffers = []
         for location in plan.locations:
-            if location.packed:
+            if location.is_upload:
                 buffers.append(upload)
             elif location.tensor:
                 buffers.append(self._weights.buffer(location.tensor))
@@ -785,7 +798,8 @@ class VulkanProgram:
 
 @contextmanager
 def _explain_failure(task: str) -> Iterator[None]:
-    """Convert any exception to a SamestepError: an unforeseen model must not end the worker.
+    """Context in which any exception becomes a SamestepError, so that an unforeseen model does not
+    end the worker.
 
     Raises:
         SamestepError: One line, for any exception.

@@ -54,7 +54,7 @@ def sum_on_device(  # noqa: PLR0917
             arrays = run.next()
             if arrays is None:
                 return
-            if block == blocks - 1:  # only the group's last microbatch yields gradients
+            if block == blocks - 1:  # the group's other microbatches yield no gradients
                 for finished_block in [*reversed(range(blocks))] * (len(group) - 1):
                     yield BlockAdded(finished_block)
                     if run.is_stopped:

@@ -79,20 +79,22 @@ INLINE vec4f pick4_vec4f(vec4f no, vec4f yes, vec4b which) {
   return (vec4f)(((vec4b)no & ~which) | ((vec4b)yes & which));
 }
 INLINE usize pick_usize(usize no, usize yes, int which) { return which ? yes : no; }
-INLINE float most_f32(float a, float b) { return a > b ? a : b; }
-INLINE float least_f32(float a, float b) { return a < b ? a : b; }
-INLINE vec4f most_vec4f(vec4f a, vec4f b) { return pick4_vec4f(b, a, a > b); }
-INLINE vec4f least_vec4f(vec4f a, vec4f b) { return pick4_vec4f(b, a, a < b); }
-INLINE i32 most_i32(i32 a, i32 b) { return a > b ? a : b; }
-INLINE i32 least_i32(i32 a, i32 b) { return a < b ? a : b; }
-INLINE usize most_u32(usize a, usize b) { return a > b ? a : b; }
-INLINE usize least_u32(usize a, usize b) { return a < b ? a : b; }
+INLINE float max_f32(float a, float b) { return a > b ? a : b; }
+INLINE float min_f32(float a, float b) { return a < b ? a : b; }
+INLINE vec4f max_vec4f(vec4f a, vec4f b) { return pick4_vec4f(b, a, a > b); }
+INLINE vec4f min_vec4f(vec4f a, vec4f b) { return pick4_vec4f(b, a, a < b); }
+INLINE i32 max_i32(i32 a, i32 b) { return a > b ? a : b; }
+INLINE i32 min_i32(i32 a, i32 b) { return a < b ? a : b; }
+INLINE usize max_u32(usize a, usize b) { return a > b ? a : b; }
+INLINE usize min_u32(usize a, usize b) { return a < b ? a : b; }
 INLINE i32 abs_i32(i32 x) { return x < 0 ? -x : x; }
-INLINE i32 whole(float x) {
+INLINE i32 saturate_i32(float x) {
   if (!(x >= -2147483648.0f)) return x != x ? 0 : -2147483647 - 1;
   return x >= 2147483648.0f ? 2147483647 : (i32)x;
 }
-INLINE u32 natural(float x) { return x >= 4294967296.0f ? 4294967295u : x > 0.0f ? (u32)x : 0u; }
+INLINE u32 saturate_u32(float x) {
+  return x >= 4294967296.0f ? 4294967295u : x > 0.0f ? (u32)x : 0u;
+}
 INLINE i32 div_i32(i32 a, i32 b) { return b == 0 || (b == -1 && a == -2147483647 - 1) ? a : a / b; }
 INLINE i32 mod_i32(i32 a, i32 b) { return b == 0 || b == -1 ? 0 : a % b; }
 INLINE u32 div_u32(u32 a, u32 b) { return b ? a / b : a; }
@@ -115,7 +117,7 @@ INLINE vec4f fma_vec4f(vec4f a, vec4f b, vec4f c) { return a * b + c; }
 
 def c_functions(functions: Iterable[Function], prefix: str = "") -> str:
     """Print functions that read no buffer, callees first."""
-    return "\n".join(_Text({}, prefix).function(function) for function in functions)
+    return "\n".join(_Printer({}, prefix).function(function) for function in functions)
 
 
 def c_kernel(module: Module, name: str) -> str:
@@ -124,17 +126,19 @@ def c_kernel(module: Module, name: str) -> str:
 
 
 @dataclass(slots=True)
-class _Text:
+class _Printer:
     """Print the expressions and statements of one scope.
 
     Attributes:
         arrays: Buffers and workgroup memory.
-        prefix: Prepended to the names of the kernel's local functions.
-        local_functions: Their names.
+        prefix: Prefix of the names of the kernel's local functions.
+        local_functions: Names of the kernel's local functions.
         buffer_readers: Local functions that read a buffer, directly or through a call.
         lanes: Variables that are arrays over invocations.
+        lane: Index of the current invocation in these arrays, in C.
         wide_indices: Whether u32 variables become `usize`, so that the compiler sees plain
             addressing.
+        end: Statement that ends an invocation.
     """
 
     arrays: Mapping[str, Array]
@@ -161,7 +165,7 @@ class _Text:
         for array in self.arrays.values():
             if array.binding >= 0:
                 kind = _c_type(array.element)
-                const = "" if array.writes else "const "
+                const = "" if array.is_writable else "const "
                 yield (
                     f"{const}{kind} *restrict v_{array.name} = ({const}{kind} *)m[{array.binding}];"
                     f" (void)v_{array.name};"
@@ -211,7 +215,7 @@ class _Text:
         return f"{self.variable(node.type)} v_{node.name}{value}"
 
     def variable(self, kind: str) -> str:
-        """Return the C type of a variable in the body."""
+        """Return the C type of a variable of this type."""
         return "usize" if kind == "u32" and self.wide_indices else _c_type(kind)
 
     def assignment(self, node: Assignment) -> str:
@@ -245,7 +249,7 @@ class _Text:
 
     def binary(self, node: Binary) -> str:
         sign, left, right = node.sign, self.expression(node.left), self.expression(node.right)
-        if sign in {"&&", "||"} and not _reads(node.right):
+        if sign in {"&&", "||"} and not _is_unsafe_to_speculate(node.right):
             sign = sign[0]
         is_integer = node.type in {"u32", "i32"} and sign not in COMPARISONS
         if is_integer and sign in {"/", "%"} and not _is_number(node.right):
@@ -287,10 +291,10 @@ class _Text:
             picked = "usize" if kind == "u32" and self.wide_indices else _c_type(kind)
             return f"pick_{picked}({argument_list})"
         if name in {"max", "min"}:
-            return f"{'most' if name == 'max' else 'least'}_{kind}({argument_list})"
+            return f"{'max' if name == 'max' else 'min'}_{kind}({argument_list})"
         if name == "clamp":
             x, low, high = arguments
-            return f"least_{kind}(most_{kind}({x}, {low}), {high})"
+            return f"min_{kind}(max_{kind}({x}, {low}), {high})"
         if name == "fma":
             return f"fma_{kind}({argument_list})"
         if name in _BUILT_IN and kind == "f32":
@@ -332,7 +336,7 @@ class _Text:
         if kind == "bool":
             return f"({argument_list} != 0)"
         if source_type == "f32" and kind in {"i32", "u32"}:
-            return f"{'whole' if kind == 'i32' else 'natural'}({argument_list})"
+            return f"{'saturate_i32' if kind == 'i32' else 'saturate_u32'}({argument_list})"
         if kind == "f32" and source_type == "u32":
             return f"((float)(u32)({argument_list}))"
         return f"(({_C_TYPES[kind]})({argument_list}))"
@@ -370,11 +374,9 @@ def _may_underflow(node: Expression) -> bool:
     return any(isinstance(x, Binary) and x.sign == "-" for x in walk(node))
 
 
-def _reads(node: Expression) -> bool:
-    """Return whether an expression reads memory or has a remainder.
-
-    Such an expression must not be evaluated speculatively.
-    """
+def _is_unsafe_to_speculate(node: Expression) -> bool:
+    """Whether an expression reads memory or has a remainder, so that it must not be evaluated if an
+    earlier operand decides the result."""
     return any(
         isinstance(x, Index) or (isinstance(x, Binary) and x.sign == "%") for x in walk(node)
     )
@@ -452,8 +454,8 @@ class _Kernel:
                 if _names(function.body) & buffers or calls & readers:
                     readers.add(function.name)
         built_ins = {name: _BUILT_IN_VALUES[built_in] for name, built_in in module.inputs.items()}
-        self.body = tuple(_renamed(module.body, built_ins))
-        self.text_of = _Text(
+        self.body = tuple(_rename_variables(module.body, built_ins))
+        self.printer = _Printer(
             module.arrays,
             f"{name}_",
             function_names,
@@ -461,15 +463,15 @@ class _Kernel:
             wide_indices=True,
             end="continue;",
         )
-        self.functions = _Text(module.arrays, f"{name}_", function_names, frozenset(readers))
+        self.functions = _Printer(module.arrays, f"{name}_", function_names, frozenset(readers))
 
     def text(self) -> str:
         """Print the kernel."""
         functions = [
             self.functions.function(function) for function in _callees_first(self.module.functions)
         ]
-        linear = self._linear()
-        body = linear if linear is not None else self._by_workgroups()
+        linear = self._print_one_loop()
+        body = linear if linear is not None else self._print_workgroups()
         shared_arrays = [
             f"{_c_type(a.element)} v_{a.name}[{a.elements}] __attribute__((aligned(64)));"
             for a in self.module.arrays.values()
@@ -477,74 +479,76 @@ class _Kernel:
         ]
         head = SIGNATURE.format(name=self.name)
         return "\n".join(
-            [*functions, head + " {", *self.text_of.pointers(), *shared_arrays, *body, "}"]
+            [*functions, head + " {", *self.printer.pointers(), *shared_arrays, *body, "}"]
         )
 
     # Kernels that use only the invocation's number.
 
-    def _linear(self) -> list[str] | None:
+    def _print_one_loop(self) -> list[str] | None:
         body = self.body
         if not body or not isinstance(body[0], Declare) or _has_barrier(body):
             return None
         number, value = body[0], body[0].value
-        if number.changes or value is None or not _is_linear(value):
+        if number.is_mutable or value is None or not _is_linear(value):
             return None
         statements: Sequence[Statement] = body[1:]
         if _names(statements) & {"number", "local", "local_x", "group", "groups"}:
             return None
-        statements, limit = self._limited(statements, number.name)
+        statements, limit = self._strip_bounds_check(statements, number.name)
         end = f"usize high = last * {self.width}u;"
         lines = [f"usize low = first * {self.width}u;", end]
         if limit:
             lines.append(f"if (high > {limit}) high = {limit};")
-        row = _row_of(statements, number.name)
+        row = _find_row_length(statements, number.name)
         if row:
-            return [*lines, *self._rows(statements, number.name, row)]
+            return [*lines, *self._print_rows(statements, number.name, row)]
         lines.append(
             f"for (usize v_{number.name} = low; v_{number.name} < high; v_{number.name}++) {{"
         )
-        return [*lines, *self.text_of.statements(statements), "}"]
+        return [*lines, *self.printer.statements(statements), "}"]
 
-    def _limited(self, body: Sequence[Statement], number: str) -> tuple[Sequence[Statement], str]:
+    def _strip_bounds_check(
+        self, body: Sequence[Statement], number: str
+    ) -> tuple[Sequence[Statement], str]:
         """Strip the bounds check; return the remaining statements and the bound."""
         if body and isinstance(body[0], If) and isinstance(body[0].condition, Binary):
             test, condition = body[0], body[0].condition
             tests_number = isinstance(condition.left, Name) and condition.left.name == number
             if tests_number and condition.sign == ">=" and test.then == (Return(None),):
-                return body[1:], self.text_of.expression(condition.right)
+                return body[1:], self.printer.expression(condition.right)
             if tests_number and condition.sign == "<" and len(body) == 1 and not test.otherwise:
-                return test.then, self.text_of.expression(condition.right)
+                return test.then, self.printer.expression(condition.right)
         return body, ""
 
-    def _rows(self, body: Sequence[Statement], number: str, row: int) -> Iterator[str]:
+    def _print_rows(self, body: Sequence[Statement], number: str, row: int) -> Iterator[str]:
         yield f"for (usize v_row = low / {row}u; v_row * {row}u < high; v_row++) {{"
         yield f"usize from = v_row * {row}u < low ? low - v_row * {row}u : 0;"
         yield f"usize to = high - v_row * {row}u < {row}u ? high - v_row * {row}u : {row}u;"
         yield "for (usize v_column = from; v_column < to; v_column++) {"
-        yield from self.text_of.statements(_by_rows(body, number, row))
+        yield from self.printer.statements(_use_row_coordinates(body, number, row))
         yield "}"
         yield "}"
 
     # Kernels with workgroup memory.
 
-    def _by_workgroups(self) -> list[str]:
+    def _print_workgroups(self) -> list[str]:
         lines = ["for (usize at = first; at < last; at++) {"]
         lines += [
             "const u32 group_x = at % groups_x; const u32 group_z = at / groups_x / groups_y;"
         ]
         lines += ["const u32 group_y = at / groups_x % groups_y;"]
         lines += ["(void)group_x; (void)group_y; (void)group_z;"]
-        lines += self._pieces(self.body)
+        lines += self._print_lockstep(self.body)
         return [*lines, "}"]
 
-    def _pieces(self, body: Sequence[Statement]) -> list[str]:
-        """Print statements that all invocations of a workgroup execute."""
+    def _print_lockstep(self, body: Sequence[Statement]) -> list[str]:
+        """Print statements that all invocations of a workgroup execute, piece by piece."""
         lines: list[str] = []
         piece: list[Statement] = []
 
         def close() -> None:
             if piece:
-                lines.extend(self._piece(piece))
+                lines.extend(self._print_piece(piece))
                 piece.clear()
 
         shared_names = self._shared_variables(body)
@@ -552,31 +556,32 @@ class _Kernel:
             if isinstance(statement, Declare) and statement.name in shared_names:
                 if self._is_uniform(statement):
                     close()
-                    lines.append(self.text_of.declaration(statement) + ";")
+                    lines.append(self.printer.declaration(statement) + ";")
                     continue
                 lines_of = f"{_c_type(statement.type)} v_{statement.name}[{self.width}];"
                 close()
                 lines.append(lines_of)
-                self.text_of.lanes.add(statement.name)
+                self.printer.lanes.add(statement.name)
                 piece.append(statement)
                 continue
             if isinstance(statement, Barrier):
                 close()
             elif self._is_collective(statement):
                 close()
-                lines += self._collective(statement)
+                lines += self._print_collective(statement)
             else:
                 piece.append(statement)
         close()
         return lines
 
     def _shared_variables(self, body: Sequence[Statement]) -> set[str]:
-        """Return the variables that several pieces may read: all, if there are several pieces."""
+        """Return the variables that several pieces may read: all if there are several pieces, else
+        none."""
         has_pieces = any(isinstance(x, Barrier) or self._is_collective(x) for x in body)
         return {x.name for x in body if isinstance(x, Declare)} if has_pieces else set()
 
     def _is_uniform(self, node: Declare) -> bool:
-        if node.changes or node.value is None:
+        if node.is_mutable or node.value is None:
             return False
         return self._is_same_for_all(node.value)
 
@@ -584,7 +589,7 @@ class _Kernel:
         for part in walk(node):
             if isinstance(part, Name) and (
                 part.name in {"number", "local", "local_x"}
-                or part.name in self.text_of.lanes
+                or part.name in self.printer.lanes
                 or part.name in self.module.arrays
             ):
                 return False
@@ -623,44 +628,44 @@ class _Kernel:
             and self._is_same_for_all(node.condition.right)
         )
 
-    def _collective(self, node: Statement) -> list[str]:
+    def _print_collective(self, node: Statement) -> list[str]:
         """Print a statement that all invocations execute in lockstep."""
-        text = self.text_of
+        text = self.printer
         match node:
             case If(condition, then, otherwise):
-                lines = [f"if ({self._of_first(condition)}) {{", *self._pieces(then)]
+                lines = [f"if ({self._print_for_first(condition)}) {{", *self._print_lockstep(then)]
                 if otherwise:
-                    lines += ["} else {", *self._pieces(otherwise)]
+                    lines += ["} else {", *self._print_lockstep(otherwise)]
                 return [*lines, "}"]
             case For() if self._is_strided(node):
-                return self._strides(node)
+                return self._print_strides(node)
             case For(first, condition, step, body):
                 start = text.declaration(first) if first else ""
                 step_text = text.assignment(step) if step else ""
-                head = f"for ({start}; {self._of_first(condition)}; {step_text}) {{"
-                return [head, *self._pieces(body), "}"]
+                head = f"for ({start}; {self._print_for_first(condition)}; {step_text}) {{"
+                return [head, *self._print_lockstep(body), "}"]
             case Scope(body):
-                return ["{", *self._pieces(body), "}"]
+                return ["{", *self._print_lockstep(body), "}"]
         raise UnsupportedKernel("a kernel has an unsupported collective statement")
 
-    def _of_first(self, condition: Expression) -> str:
+    def _print_for_first(self, condition: Expression) -> str:
         """Print a uniform condition with the first invocation's values."""
-        self.text_of.lane = "0"
-        text = self.text_of.expression(condition)
-        self.text_of.lane = "lane"
+        self.printer.lane = "0"
+        text = self.printer.expression(condition)
+        self.printer.lane = "lane"
         return text
 
-    def _strides(self, node: For) -> list[str]:
+    def _print_strides(self, node: For) -> list[str]:
         """Print a workgroup-stride loop as a loop over consecutive terms."""
         first, condition = node.first, node.condition
         assert first is not None
         assert isinstance(first.value, Binary)
         assert isinstance(condition, Binary)
         low, high = (
-            self.text_of.expression(first.value.left),
-            self.text_of.expression(condition.right),
+            self.printer.expression(first.value.left),
+            self.printer.expression(condition.right),
         )
-        body = [*self.text_of.statements(node.body)]
+        body = [*self.printer.statements(node.body)]
         name, width = f"v_{first.name}", self.width
         loop = f"for (usize lane = 0; lane < {{}}; lane++) {{{{ const usize {name} = base + lane;"
         return [
@@ -673,7 +678,7 @@ class _Kernel:
             "}",
         ]  # fmt: skip
 
-    def _piece(self, piece: Sequence[Statement]) -> list[str]:
+    def _print_piece(self, piece: Sequence[Statement]) -> list[str]:
         """Print the code of one piece as a loop over invocations."""
         names = _names(piece)
         lines = [f"for (usize lane = 0; lane < {self.width}u; lane++) {{"]
@@ -682,7 +687,7 @@ class _Kernel:
         if "number" in names:
             lines.append(f"const usize number_x = group_x * {self.width}u + lane;")
             lines.append("const usize number_y = group_y; (void)number_x; (void)number_y;")
-        lines += self.text_of.statements(piece)
+        lines += self.printer.statements(piece)
         return [*lines, "}"]
 
 
@@ -715,15 +720,16 @@ def _is_linear(node: Expression) -> bool:
     return any(part == y for part in walk(node.right))
 
 
-def _row_of(body: Sequence[Statement], number: str) -> int:
-    """Return the shortest divisor of the number if it divides all others, else 0."""
+def _find_row_length(body: Sequence[Statement], number: str) -> int:
+    """Return the length of a row: the smallest divisor of the number in the kernel, if it divides
+    all other divisors and is long enough; else 0."""
     sizes = set()
     for expression in expressions(body):
         for part in walk(expression):
             if (
                 isinstance(part, Binary)
                 and part.sign in {"/", "%"}
-                and _is_name_of(part.left, number)
+                and _is_variable(part.left, number)
             ):
                 if not isinstance(part.right, Literal):
                     return 0
@@ -734,19 +740,19 @@ def _row_of(body: Sequence[Statement], number: str) -> int:
     return shortest
 
 
-def _is_name_of(node: Expression, number: str) -> bool:
+def _is_variable(node: Expression, number: str) -> bool:
     return isinstance(node, Name) and node.name == number
 
 
-def _by_rows(body: Iterable[Statement], number: str, row: int) -> Iterator[Statement]:
-    """Replace the number by `row * LENGTH + column`."""
+def _use_row_coordinates(body: Iterable[Statement], number: str, row: int) -> Iterator[Statement]:
+    """Replace the number by `row * length + column`, where `row` is the length's variable in C."""
     rows, column = Name("row", "u32"), Name("column", "u32")
 
     def change(node: Expression) -> Expression | None:
-        if _is_name_of(node, number):
+        if _is_variable(node, number):
             row_start = Binary("*", rows, Literal(row, "u32"), "u32")
             return Binary("+", row_start, column, "u32")
-        if isinstance(node, Binary) and node.sign in {"/", "%"} and _is_name_of(node.left, number):
+        if isinstance(node, Binary) and node.sign in {"/", "%"} and _is_variable(node.left, number):
             assert isinstance(node.right, Literal)
             rows_per_unit = Literal(int(node.right.value) // row, "u32")
             is_row = rows_per_unit.value == 1
@@ -761,7 +767,7 @@ def _by_rows(body: Iterable[Statement], number: str, row: int) -> Iterator[State
     return rewrite_statements(body, change)
 
 
-def _renamed(body: Iterable[Statement], names: Mapping[str, str]) -> Iterator[Statement]:
+def _rename_variables(body: Iterable[Statement], names: Mapping[str, str]) -> Iterator[Statement]:
     def change(node: Expression) -> Expression | None:
         if isinstance(node, Name) and node.name in names:
             return Name(names[node.name], node.type)

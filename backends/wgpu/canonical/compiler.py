@@ -99,7 +99,7 @@ def best_instructions() -> Instructions:
 
 
 def why_unavailable() -> str:
-    """Return why canonical arithmetic cannot be compiled on this machine, empty if it can."""
+    """Return why canonical arithmetic cannot be compiled on this machine; empty if it can."""
     if zig() is None:
         return "ziglang is not installed; pip install 'samestep[canonical]'"
     if sys.platform != "linux":

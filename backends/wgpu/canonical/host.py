@@ -1,7 +1,7 @@
 """The CPU as a compute target: kernels are compiled and run by several threads.
 
-The counterpart of `backends.wgpu.device.device.Device`. Submissions run in order, in a dedicated
-thread. The instruction set and the number of threads do not affect the bits.
+This is the counterpart of `backends.wgpu.device.device.Device`. Submissions run in order, in a
+dedicated thread. The instruction set and the number of threads do not affect the bits.
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ class CpuTarget:
         self._preamble = definitions + PRELUDE + arithmetic + c_library()
         library = compile_library(self._preamble + team.TEXT + products.TEXT, self.instruction_set)
         self._run_calls = library.run_calls
-        self._lay_out, self._products = (_address(library, x) for x in ("lay_out", "products"))
+        self._pack_panels, self._products = (
+            _address(library, x) for x in ("pack_panels", "products")
+        )
         self._libraries = [library]
         self._kernels: dict[str, int] = {}
         self._panel_buffer = self.buffer(4)
@@ -226,7 +228,7 @@ class CpuTarget:
         calls = []
         if product.panels:
             grid = product.panels, 1, 1
-            calls.append(self._call(self._lay_out, pointers, numbers, grid, 1))
+            calls.append(self._call(self._pack_panels, pointers, numbers, grid, 1))
         grid = product.tiles, 1, 1
         return [*calls, self._call(self._products, pointers, numbers, grid, 1)]
 

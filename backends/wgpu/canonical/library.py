@@ -1,9 +1,9 @@
 """The functions of canonical arithmetic, with one definition for all targets.
 
-They are written in WGSL with +, -, *, fma, comparisons and integers, whose results are fixed by
-IEEE 754 and the convention. Division and square root are correctly rounded: a CPU provides that,
-and on other devices the device's result is corrected with integer arithmetic. The errors of the
-other functions are measured by tests/backends/wgpu/canonical and listed in docs/canonical.md.
+They are written in WGSL with +, -, *, fma, comparisons and integers, whose results IEEE 754 and the
+convention fix. Division and square root are correctly rounded: a CPU rounds them so, and the result
+of another device is corrected with integer arithmetic. The errors of the other functions are
+measured by tests/backends/wgpu/canonical and listed in docs/canonical.md.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ BUILT_IN: Final = {
     "sin": "sine",
     "cos": "cosine",
     "sign": "sign_of",
-    "max": "most",
-    "min": "least",
-    "clamp": "within",
+    "max": "max_float",
+    "min": "min_float",
+    "clamp": "clamp_float",
     "dot": "dot_product",
     "unpack2x16float": "widen_halves",
     "unpack4xI8": "widen_bytes",
@@ -57,9 +57,9 @@ fn infinity(sign: u32) -> f32 { return bitcast<f32>(0x7f800000u | sign); }
 fn not_a_number(bits: u32) -> f32 { return bitcast<f32>(0x7fc00000u | bits); }
 fn is_nan(x: f32) -> bool { return (bitcast<u32>(x) & 0x7fffffffu) > 0x7f800000u; }
 fn is_finite(x: f32) -> bool { return (bitcast<u32>(x) & 0x7fffffffu) < 0x7f800000u; }
-fn most(a: f32, b: f32) -> f32 { return select(b, a, a > b); }
-fn least(a: f32, b: f32) -> f32 { return select(b, a, a < b); }
-fn within(x: f32, low: f32, high: f32) -> f32 { return least(most(x, low), high); }
+fn max_float(a: f32, b: f32) -> f32 { return select(b, a, a > b); }
+fn min_float(a: f32, b: f32) -> f32 { return select(b, a, a < b); }
+fn clamp_float(x: f32, low: f32, high: f32) -> f32 { return min_float(max_float(x, low), high); }
 fn larger(a: f32, b: f32) -> f32 {
   return select(select(b, a, a > b), not_a_number(0u), is_nan(a) || is_nan(b));
 }
@@ -67,7 +67,7 @@ fn smaller(a: f32, b: f32) -> f32 {
   return select(select(b, a, a < b), not_a_number(0u), is_nan(a) || is_nan(b));
 }
 fn sign_of(x: f32) -> f32 { return select(select(0.0, -1.0, x < 0.0), 1.0, x > 0.0); }
-fn of_sign(size: f32, sign: f32) -> f32 {
+fn copy_sign(size: f32, sign: f32) -> f32 {
   return bitcast<f32>((bitcast<u32>(size) & 0x7fffffffu) | (bitcast<u32>(sign) & 0x80000000u));
 }
 fn two_to(n: i32) -> f32 { return bitcast<f32>(u32(n + 127) << 23u); }
@@ -93,7 +93,7 @@ fn widen_bytes(w: u32) -> vec4i {
 fn dot_product(a: vec4f, b: vec4f) -> f32 {
   return fma(a[3], b[3], fma(a[2], b[2], fma(a[1], b[1], a[0] * b[0])));
 }
-fn exponential_rest(r: f32) -> f32 {
+fn exp_minus_1_near_0(r: f32) -> f32 {
   var p = 1.9875691500e-4;
   p = fma(p, r, 1.3981999507e-3);
   p = fma(p, r, 8.3334519073e-3);
@@ -103,23 +103,23 @@ fn exponential_rest(r: f32) -> f32 {
   return fma(p, r * r, r);
 }
 fn exponential(x: f32) -> f32 {
-  let near = within(x, -104.0, 89.0);
+  let near = clamp_float(x, -104.0, 89.0);
   let n = round(near * 1.44269504088896341);
   let r = fma(n, -1.428606765330187e-6, fma(n, -0.693145751953125, near));
-  let size = times_two_to(1.0 + exponential_rest(r), i32(n));
+  let size = times_two_to(1.0 + exp_minus_1_near_0(r), i32(n));
   return select(size, x, is_nan(x));
 }
 fn power_of_2(x: f32) -> f32 {
-  let near = within(x, -151.0, 129.0);
+  let near = clamp_float(x, -151.0, 129.0);
   let n = round(near);
-  let size = times_two_to(1.0 + exponential_rest((near - n) * 0.69314718055994531), i32(n));
+  let size = times_two_to(1.0 + exp_minus_1_near_0((near - n) * 0.69314718055994531), i32(n));
   return select(size, x, is_nan(x));
 }
 fn exp_minus_1(x: f32) -> f32 {
-  let near = within(x, -20.0, 89.0);
+  let near = clamp_float(x, -20.0, 89.0);
   let n = select(round(near * 1.44269504088896341), 0.0, abs(near) < 0.45);
   let r = fma(n, -1.428606765330187e-6, fma(n, -0.693145751953125, near));
-  let rest = exponential_rest(r);
+  let rest = exp_minus_1_near_0(r);
   let one = i32(n);
   let scale = two_to(select(one, 0, one > 24));
   let small = fma(rest, scale, scale - 1.0);
@@ -142,10 +142,10 @@ fn logarithm(x: f32) -> f32 {
   let whole = bitcast<u32>(select(x, x * 0x1p24f, small)) + 0x004afb0du;
   let k = i32(whole >> 23u) - 127 - select(0, 24, small);
   let m = bitcast<f32>((whole & 0x007fffffu) + 0x3f3504f3u);
-  var found = logarithm_of(m - 1.0, f32(k), 0.0);
-  found = select(found, infinity(0x80000000u), x == 0.0);
-  found = select(found, not_a_number(0u), x < 0.0);
-  return select(found, x, is_nan(x) || bitcast<u32>(x) == 0x7f800000u);
+  var result = logarithm_of(m - 1.0, f32(k), 0.0);
+  result = select(result, infinity(0x80000000u), x == 0.0);
+  result = select(result, not_a_number(0u), x < 0.0);
+  return select(result, x, is_nan(x) || bitcast<u32>(x) == 0x7f800000u);
 }
 fn logarithm_to_2(x: f32) -> f32 { return logarithm(x) * 1.44269504088896341; }
 fn log_1_plus(x: f32) -> f32 {
@@ -156,11 +156,11 @@ fn log_1_plus(x: f32) -> f32 {
   let m = bitcast<f32>((whole & 0x007fffffu) + 0x3f3504f3u);
   var c = select(x - (u - 1.0), 1.0 - (u - x), k >= 2) / u;
   c = select(c, 0.0, near || k >= 25);
-  var found = logarithm_of(select(m - 1.0, x, near), select(f32(k), 0.0, near), c);
-  found = select(found, x, abs(x) < 0x1p-25f);
-  found = select(found, infinity(0x80000000u), x == -1.0);
-  found = select(found, not_a_number(0u), x < -1.0);
-  return select(found, x, is_nan(x) || bitcast<u32>(x) == 0x7f800000u);
+  var result = logarithm_of(select(m - 1.0, x, near), select(f32(k), 0.0, near), c);
+  result = select(result, x, abs(x) < 0x1p-25f);
+  result = select(result, infinity(0x80000000u), x == -1.0);
+  result = select(result, not_a_number(0u), x < -1.0);
+  return select(result, x, is_nan(x) || bitcast<u32>(x) == 0x7f800000u);
 }
 fn hyperbolic_tangent(x: f32) -> f32 {
   let size = abs(x);
@@ -171,8 +171,8 @@ fn hyperbolic_tangent(x: f32) -> f32 {
   p = fma(p, z, 1.33314422036e-1);
   p = fma(p, z, -3.33332819422e-1);
   let small = fma(p * z, x, x);
-  let e = exponential(2.0 * least(size, 15.0));
-  let large = of_sign(1.0 - 2.0 / (e + 1.0), x);
+  let e = exponential(2.0 * min_float(size, 15.0));
+  let large = copy_sign(1.0 - 2.0 / (e + 1.0), x);
   return select(select(large, small, size < 0.625), x, is_nan(x));
 }
 fn erf(x: f32) -> f32 {
@@ -185,7 +185,7 @@ fn erf(x: f32) -> f32 {
   r = fma(r, t, -6.34846687e-1);
   r = fma(r, t, -1.28717512e-1);
   r = fma(r, t, -t);
-  let large = of_sign(1.0 - exponential(r), x);
+  let large = copy_sign(1.0 - exponential(r), x);
   var p = -5.96761703e-4;
   p = fma(p, s, 4.99119423e-3);
   p = fma(p, s, -2.67681349e-2);
@@ -193,7 +193,7 @@ fn erf(x: f32) -> f32 {
   p = fma(p, s, -3.76125336e-1);
   p = fma(p, s, 1.28379166e-1);
   let small = fma(p, x, x);
-  let far = of_sign(1.0, x);
+  let far = copy_sign(1.0, x);
   return select(select(select(large, far, t > 4.0), small, t <= 0.927734375), x, is_nan(x));
 }
 fn high_word(a: u32, b: u32) -> u32 {
@@ -203,21 +203,21 @@ fn high_word(a: u32, b: u32) -> u32 {
   let other = a0 * b1 + (middle & 0xffffu);
   return a1 * b1 + (middle >> 16u) + (other >> 16u);
 }
-fn of_two_over_pi(word: u32) -> u32 {
-  var found = 0u;
-  found = select(found, 0xa2f9836eu, word == 1u);
-  found = select(found, 0x4e441529u, word == 2u);
-  found = select(found, 0xfc2757d1u, word == 3u);
-  found = select(found, 0xf534ddc0u, word == 4u);
-  found = select(found, 0xdb629599u, word == 5u);
-  found = select(found, 0x3c439041u, word == 6u);
-  return select(found, 0xfe5163abu, word == 7u);
+fn word_of_two_over_pi(word: u32) -> u32 {
+  var result = 0u;
+  result = select(result, 0xa2f9836eu, word == 1u);
+  result = select(result, 0x4e441529u, word == 2u);
+  result = select(result, 0xfc2757d1u, word == 3u);
+  result = select(result, 0xf534ddc0u, word == 4u);
+  result = select(result, 0xdb629599u, word == 5u);
+  result = select(result, 0x3c439041u, word == 6u);
+  return select(result, 0xfe5163abu, word == 7u);
 }
 fn bits_of_two_over_pi(word: u32, shift: u32) -> u32 {
-  let low = select(0u, of_two_over_pi(word + 1u) >> (32u - max(shift, 1u)), shift > 0u);
-  return (of_two_over_pi(word) << shift) | low;
+  let low = select(0u, word_of_two_over_pi(word + 1u) >> (32u - max(shift, 1u)), shift > 0u);
+  return (word_of_two_over_pi(word) << shift) | low;
 }
-fn turned(x: f32, quarter: u32) -> f32 {
+fn sine_with_phase(x: f32, quarter: u32) -> f32 {
   let bits = bitcast<u32>(x) & 0x7fffffffu;
   let near = bits < 0x3f490fdbu;
   let m = (bits & 0x007fffffu) | 0x00800000u;
@@ -247,7 +247,7 @@ fn turned(x: f32, quarter: u32) -> f32 {
   let h_high = f32(i32((first >> 20u) << 12u));
   let l = f32(i32(((first & 0xffu) << 15u) | (second >> 17u)));
   let scale = two_to(-22 - i32(zeros));
-  // 1.5703125 has 8 bits: the first product is exact, and all that is added to it is small.
+  // 1.5703125 has 8 bits, so the product with h_high is exact, and `tail` is small beside it.
   let tail = h_low * 1.5703125 + (h * 4.838267948966e-4 + (l * 0x1p-23f) * 1.57079637050628662);
   let size = (h_high * 1.5703125 + tail) * scale;
   let r = select(select(size, -size, minus != (bitcast<u32>(x) >= 0x80000000u)), x, near);
@@ -260,13 +260,13 @@ fn turned(x: f32, quarter: u32) -> f32 {
   var c = fma(2.443315711809948e-5, z, -1.388731625493765e-3);
   c = fma(c, z, 4.166664568298827e-2);
   let cosine_of = fma(c, z * z, fma(-0.5, z, 1.0));
-  let found = select(sine_of, cosine_of, (q & 1u) == 1u);
-  return select(select(found, -found, q >= 2u), not_a_number(0u), bits >= 0x7f800000u);
+  let result = select(sine_of, cosine_of, (q & 1u) == 1u);
+  return select(select(result, -result, q >= 2u), not_a_number(0u), bits >= 0x7f800000u);
 }
-fn sine(x: f32) -> f32 { return turned(x, 0u); }
-fn cosine(x: f32) -> f32 { return turned(x, 1u); }
-fn cut(x: f32) -> f32 { return bitcast<f32>(bitcast<u32>(x) & 0xfffff000u); }
-fn cut_short(x: f32) -> f32 { return bitcast<f32>(bitcast<u32>(x) & 0xffff8000u); }
+fn sine(x: f32) -> f32 { return sine_with_phase(x, 0u); }
+fn cosine(x: f32) -> f32 { return sine_with_phase(x, 1u); }
+fn clear_12_bits(x: f32) -> f32 { return bitcast<f32>(bitcast<u32>(x) & 0xfffff000u); }
+fn clear_15_bits(x: f32) -> f32 { return bitcast<f32>(bitcast<u32>(x) & 0xffff8000u); }
 fn size_of_power(size: f32, y: f32) -> f32 {
   let small = size < 0x1p-126f;
   let bits = bitcast<u32>(select(size, size * 0x1p24f, small));
@@ -280,7 +280,7 @@ fn size_of_power(size: f32, y: f32) -> f32 {
   let u = ax - bp;
   let v = 1.0 / (ax + bp);
   let ss = u * v;
-  let s_h = cut(ss);
+  let s_h = clear_12_bits(ss);
   let top = (((m >> 1u) & 0xfffff000u) | 0x20000000u) + 0x00400000u;
   let t_h = bitcast<f32>(top + select(0u, 0x00200000u, around));
   let t_l = ax - (t_h - bp);
@@ -293,52 +293,52 @@ fn size_of_power(size: f32, y: f32) -> f32 {
   p = fma(s2, p, 6.0000002384e-1);
   let r = (s2 * s2) * p + s_l * (s_h + ss);
   let sq = s_h * s_h;
-  let h = cut((3.0 + sq) + r);
+  let h = clear_12_bits((3.0 + sq) + r);
   let l = r - ((h - 3.0) - sq);
   let uu = s_h * h;
   let vv = s_l * h + l * ss;
-  let p_h = cut(uu + vv);
+  let p_h = clear_12_bits(uu + vv);
   let p_l = vv - (p_h - uu);
   let z_h = 9.6191406250e-1 * p_h;
   let z_l = (-1.1736857402e-4 * p_h + p_l * 9.6179670095e-1) + select(0.0, 1.56322085e-6, around);
   let k = f32(n);
   let d = select(0.0, 5.84960938e-1, around);
-  let l_h = cut(((z_h + z_l) + d) + k);
+  let l_h = clear_12_bits(((z_h + z_l) + d) + k);
   let l_l = z_l - (((l_h - k) - d) - z_h);
-  let y_h = cut(y);
+  let y_h = clear_12_bits(y);
   let small_part = (y - y_h) * l_h + y * l_l;
   let large_part = y_h * l_h;
-  let z = within(small_part + large_part, -160.0, 160.0);
+  let z = clamp_float(small_part + large_part, -160.0, 160.0);
   let whole = round(z);
   let is_far = abs(small_part + large_part) >= 160.0;
-  let t = cut_short(select(small_part + (large_part - whole), 0.0, is_far));
+  let t = clear_15_bits(select(small_part + (large_part - whole), 0.0, is_far));
   let tail = select(small_part - (t - (large_part - whole)), 0.0, is_far);
   let e_h = t * 0.693145752;
   let e_l = tail * 0.69314718246 + t * 1.42860654e-6;
   let e = e_h + e_l;
   let w = e_l - (e - e_h);
-  let rest = exponential_rest(e);
-  let found = 1.0 + (rest + fma(w, rest, w));
-  let near = i32(within(whole, -155.0, 155.0));
+  let rest = exp_minus_1_near_0(e);
+  let result = 1.0 + (rest + fma(w, rest, w));
+  let near = i32(clamp_float(whole, -155.0, 155.0));
   let third = near / 3;
-  return ((found * two_to(third)) * two_to(third)) * two_to(near - 2 * third);
+  return ((result * two_to(third)) * two_to(third)) * two_to(near - 2 * third);
 }
 fn power(x: f32, y: f32) -> f32 {
   let a = abs(x);
-  let nothing = x == 0.0 || !is_finite(x);
+  let is_edge = x == 0.0 || !is_finite(x);
   let edge = select(0.0, infinity(0u), (x == 0.0) == (y < 0.0));
-  let finite = size_of_power(select(a, 1.0, nothing), select(y, 1.0, !is_finite(y)));
-  var size = select(finite, edge, nothing);
+  let finite = size_of_power(select(a, 1.0, is_edge), select(y, 1.0, !is_finite(y)));
+  var size = select(finite, edge, is_edge);
   let grows = (a > 1.0) == (y > 0.0);
-  size = select(size, select(0.0, infinity(0u), grows), !is_finite(y) && a != 1.0 && !nothing);
+  size = select(size, select(0.0, infinity(0u), grows), !is_finite(y) && a != 1.0 && !is_edge);
   size = select(size, 1.0, !is_finite(y) && a == 1.0);
   let is_whole = floor(y) == y;
   let odd = is_whole && abs(y) < 16777216.0 && (i32(y) & 1) != 0;
   let below = bitcast<u32>(x) >= 0x80000000u;
-  var found = select(size, -size, below && odd);
-  found = select(found, not_a_number(0u), below && !is_whole && is_finite(x) && x != 0.0);
-  found = select(found, not_a_number(0u), is_nan(x) || is_nan(y));
-  return select(found, 1.0, y == 0.0 || x == 1.0);
+  var result = select(size, -size, below && odd);
+  result = select(result, not_a_number(0u), below && !is_whole && is_finite(x) && x != 0.0);
+  result = select(result, not_a_number(0u), is_nan(x) || is_nan(y));
+  return select(result, 1.0, y == 0.0 || x == 1.0);
 }
 """
 
@@ -360,7 +360,7 @@ def with_vectors() -> Iterator[Function]:
     library = functions()
     for function in library.values():
         yield replace(function, body=tuple(rewrite_statements(function.body, _library_call)))
-    for name in ("exponential", "most", "least"):
+    for name in ("exponential", "max_float", "min_float"):
         yield _on_vectors(library[name])
 
 
@@ -390,7 +390,8 @@ def with_library(module: Module) -> Module:
 
 
 def _library_call(node: Expression) -> Expression | None:
-    """Return the call of the library function that replaces a built-in call, else None."""
+    """Return the call of the library function that replaces a built-in call; None if the node is no
+    such call."""
     if not isinstance(node, Application) or node.name not in BUILT_IN:
         return None
     first_type = node.arguments[0].type

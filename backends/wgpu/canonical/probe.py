@@ -1,8 +1,8 @@
 """Find the conventions that a device follows: compare hard cases with the CPU's results.
 
-Random bits, signed zeros, subnormals, infinities, NaN, and sums and products halfway between two
-floats pass through every operator, every function and a matrix product. A single differing bit
-excludes the device from runs with that convention.
+The cases are random bits, signed zeros, subnormals, infinities, NaN, and sums and products halfway
+between two floats, for every operator and function; random matrix products are compared as well. A
+single differing bit excludes the device from runs with that convention.
 """
 
 from __future__ import annotations
@@ -195,10 +195,8 @@ def _product_results(target: ComputeTarget, matmul: MatmulShader) -> NDArray[np.
 def _one_product_result(
     target: ComputeTarget, matmul: MatmulShader, m: int, k: int, n: int
 ) -> NDArray[np.float32]:
-    """Compute a product that includes a row of zeros.
-
-    The sums of that row contain -0 terms, and the first sum has only such terms.
-    """
+    """Compute a product with a row of zeros, whose sums have terms of -0; all terms of its first
+    sum are -0."""
     problem = MatmulProblem(1, m, k, n, Operand((0, k, 1)), Operand((0, n, 1)))
     shader, grid = matmul(problem)
     rng = np.random.default_rng(1)

@@ -1,6 +1,6 @@
 """Matrix products on the CPU: register tiles of outputs, vectorized over columns.
 
-out[b, m, n] = the sum over k, in increasing order from zero, each term by one fma, as in every
+An output is the sum over k, in increasing order from zero, with one fma per term, as in every
 kernel of `backends.wgpu.shaders.matmul`. A sum is never split, so tiles and threads do not affect
 the bits.
 
@@ -30,7 +30,7 @@ typedef struct {
   u64 a_batch, a_m, a_k, a_offset;      /* in elements */
   u64 b_batch, b_k, b_n, b_offset;
   u64 out_batch, out_m, out_n, out_offset;
-  u64 storage, group, scales, onto, laid, panels, row_tiles, a_at, b_at;
+  u64 storage, group, scales, onto, packed, panels, row_tiles, a_at, b_at;
 } Product;
 
 INLINE float widened(const u32 *w, const Product *p, usize i) {
@@ -45,7 +45,7 @@ INLINE float widened(const u32 *w, const Product *p, usize i) {
 }
 
 /* Panels of columns: COLUMNS values for each k. */
-void lay_out(void *const *m, const u32 *numbers, usize first, usize last, u32 x, u32 y, u32 z) {
+void pack_panels(void *const *m, const u32 *numbers, usize first, usize last, u32 x, u32 y, u32 z) {
   const Product *p = (const Product *)numbers;
   (void)x; (void)y; (void)z;
   for (usize at = first; at < last; at++) {
@@ -128,7 +128,7 @@ void products(void *const *m, const u32 *numbers, usize first, usize last, u32 x
     const float *a = (const float *)m[p->a_at] + batch * p->a_batch + i0 * p->a_m + p->a_offset;
     const float *b;
     usize b_k = COLUMNS;
-    if (p->laid) {
+    if (p->packed) {
       b = (const float *)m[3] + ((p->b_batch ? batch * p->panels : 0) + panel) * p->k * COLUMNS;
     } else {
       b = (const float *)m[p->b_at] + batch * p->b_batch + j0 + p->b_offset;
@@ -182,7 +182,7 @@ _FIELDS: Final = [
     "group",
     "scales",
     "onto",
-    "laid",
+    "packed",
     "panels",
     "row_tiles",
     "a_at",

@@ -110,12 +110,12 @@ Expression = Literal | Name | Unary | Binary | Application | Index | Component
 
 @dataclass(frozen=True, slots=True)
 class Declare:
-    """`let`, or `var` if it is mutable."""
+    """A declaration: `var` if it is mutable, else `let`."""
 
     name: str
     type: str
     value: Expression | None
-    changes: bool
+    is_mutable: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,14 +185,14 @@ class Array:
         element: Element type.
         elements: Number of elements; 0 for a buffer.
         binding: Binding of a buffer; -1 for workgroup memory.
-        writes: Whether it is writable.
+        is_writable: Whether kernels may write it.
     """
 
     name: str
     element: str
     elements: int
     binding: int
-    writes: bool
+    is_writable: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,8 +251,8 @@ def size_of(kind: str) -> int:
     return int(kind[3]) if kind.startswith("vec") else 1
 
 
-def concrete(node: Expression, kind: str) -> Expression:
-    """Convert an expression of abstract type to `kind`; leave others unchanged."""
+def to_concrete(node: Expression, kind: str) -> Expression:
+    """Convert an expression of abstract type to the type `kind`; return others unchanged."""
     if node.type not in {"int", "float"} or (kind in {"int", "float"} and node.type == kind):
         return node
     target = kind if kind in {"int", "float"} else element_of(kind)
@@ -261,33 +261,35 @@ def concrete(node: Expression, kind: str) -> Expression:
             is_float = target in {"f32", "float"}
             return Literal(float(value) if is_float else int(value), target)
         case Unary(sign, of):
-            inner = concrete(of, target)
+            inner = to_concrete(of, target)
             if sign == "-" and isinstance(inner, Literal):
                 return Literal(-inner.value, target)
             return Unary(sign, inner, target)
         case Binary(sign, left, right):
-            return Binary(sign, concrete(left, target), concrete(right, target), target)
+            return Binary(sign, to_concrete(left, target), to_concrete(right, target), target)
         case Application(name, arguments):
-            return Application(name, tuple(concrete(x, target) for x in arguments), target)
+            return Application(name, tuple(to_concrete(x, target) for x in arguments), target)
     raise UnsupportedKernel(f"expected a number, got {node}")
 
 
 def _default_type(node: Expression) -> Expression:
     """Convert abstract types to WGSL's defaults: i32 and f32."""
-    return concrete(node, {"int": "i32", "float": "f32"}.get(node.type, node.type))
+    return to_concrete(node, {"int": "i32", "float": "f32"}.get(node.type, node.type))
 
 
-def same_type(operands: Sequence[Expression]) -> tuple[Expression, ...]:
-    """Convert operands of abstract type to the widest concrete type among them."""
+def unify_types(operands: Sequence[Expression]) -> tuple[Expression, ...]:
+    """Convert operands of abstract type to the widest to_concrete type among them."""
     kinds = [x.type for x in operands if x.type not in {"int", "float"}]
     kind = max(kinds, key=size_of) if kinds else "float"
     if not kinds and all(x.type == "int" for x in operands):
         kind = "int"
-    return tuple(concrete(x, kind) for x in operands)
+    return tuple(to_concrete(x, kind) for x in operands)
 
 
 @dataclass(slots=True)
 class _Reader:
+    """Parses WGSL by recursive descent; `scopes` has the types of the visible names."""
+
     source: str
     tokens: list[tuple[str, str]] = field(default_factory=list)
     at: int = 0
@@ -355,8 +357,8 @@ class _Reader:
         """Read all signatures first: a function may be called before its definition."""
         for signature in re.finditer(r"fn (\w+)\(([^{]*)\)\s*->\s*([\w<>]+)", self.source):
             kinds = re.findall(r":\s*([\w<>]+)", signature.group(2))
-            self.results[signature.group(1)] = _kind(signature.group(3))
-            self.parameters[signature.group(1)] = [_kind(kind) for kind in kinds]
+            self.results[signature.group(1)] = _parse_type(signature.group(3))
+            self.parameters[signature.group(1)] = [_parse_type(kind) for kind in kinds]
 
     def _attributes(self) -> dict[str, str]:
         attributes: dict[str, str] = {}
@@ -395,7 +397,7 @@ class _Reader:
         if self.accept("<"):
             name += f"<{self.take()}>"
             self.take(">")
-        return _kind(name)
+        return _parse_type(name)
 
     def _main(self) -> tuple[dict[str, str], tuple[Statement, ...]]:
         self.take("main")
@@ -493,23 +495,23 @@ class _Reader:
 
     def _simple(self) -> Declare | Assignment:
         if self.next in {"let", "var"}:
-            changes = self.take() == "var"
+            is_mutable = self.take() == "var"
             name = self.take()
             kind = self.type() if self.accept(":") else ""
             value = self.expression() if self.accept("=") else None
             if value is not None:
-                value = concrete(value, kind) if kind else _default_type(value)
+                value = to_concrete(value, kind) if kind else _default_type(value)
                 kind = value.type
             self.scopes[-1][name] = kind
-            return Declare(name, kind, value, changes)
+            return Declare(name, kind, value, is_mutable)
         target = self._postfix()
         sign = self.take()
         if sign in {"++", "--"}:
-            unit = concrete(Literal(1, "int"), target.type)
+            unit = to_concrete(Literal(1, "int"), target.type)
             return Assignment(target, Binary(sign[0], target, unit, target.type))
         value = self.expression()
         if sign == "=":
-            return Assignment(target, concrete(value, target.type))
+            return Assignment(target, to_concrete(value, target.type))
         return Assignment(target, self._binary(sign[:-1], target, value))
 
     # Expressions.
@@ -525,8 +527,8 @@ class _Reader:
 
     def _binary(self, sign: str, left: Expression, right: Expression) -> Expression:
         if sign in {"<<", ">>"}:
-            return Binary(sign, left, concrete(right, "u32"), left.type)
-        left, right = same_type((left, right))
+            return Binary(sign, left, to_concrete(right, "u32"), left.type)
+        left, right = unify_types((left, right))
         kind = max((left.type, right.type), key=size_of)
         if sign in COMPARISONS:
             left, right = _default_type(left), _default_type(right)
@@ -601,22 +603,24 @@ class _Reader:
             return Application(name, tuple(map(_default_type, operands)), kind)
         if name in _SCALARS:
             if isinstance(operands[0], Literal) and operands[0].type in {"int", "float", name}:
-                return concrete(operands[0], name)
+                return to_concrete(operands[0], name)
             return Application(name, tuple(map(_default_type, operands)), name)
         if name.startswith("vec"):
-            kind = _kind(name)
-            return Application(kind, tuple(concrete(x, element_of(kind)) for x in operands), kind)
+            kind = _parse_type(name)
+            return Application(
+                kind, tuple(to_concrete(x, element_of(kind)) for x in operands), kind
+            )
         if name in self.parameters:
             pairs = zip(operands, self.parameters[name], strict=True)
-            return Application(name, tuple(concrete(x, k) for x, k in pairs), self.results[name])
+            return Application(name, tuple(to_concrete(x, k) for x, k in pairs), self.results[name])
         if name in self.results:
             return Application(name, tuple(map(_default_type, operands)), self.results[name])
         return _built_in(name, operands)
 
 
 def _identity(sign: str, left: Expression, right: Expression, kind: str) -> Expression | None:
-    """Simplify an operation with a constant that returns the other operand or its negation, else
-    None.
+    """Return the operand, or its negation, that an operation with a constant equals; None if it
+    equals neither.
 
     Some compilers drop such an operation, which then does not flush subnormals; dropping it here
     makes all devices agree.
@@ -646,15 +650,15 @@ _NEGATING_OPERANDS: Final = frozenset({
 
 def _built_in(name: str, operands: tuple[Expression, ...]) -> Expression:
     if name == "select":
-        no, yes = map(_default_type, same_type(operands[:2]))
+        no, yes = map(_default_type, unify_types(operands[:2]))
         return Application(name, (no, yes, operands[2]), no.type)
     if name in _LIKE_ALL:
-        operands = tuple(map(_default_type, same_type(operands)))
+        operands = tuple(map(_default_type, unify_types(operands)))
         return Application(name, operands, max((x.type for x in operands), key=size_of))
     if name in _LIKE_FIRST:
         first_type = _default_type(operands[0])
         return Application(
-            name, (first_type, *(concrete(x, "u32") for x in operands[1:])), first_type.type
+            name, (first_type, *(to_concrete(x, "u32") for x in operands[1:])), first_type.type
         )
     kinds = {
         "dot": "f32", "any": "bool", "all": "bool", "arrayLength": "u32",
@@ -665,7 +669,7 @@ def _built_in(name: str, operands: tuple[Expression, ...]) -> Expression:
     return Application(name, operands, kinds[name])
 
 
-def _kind(name: str) -> str:
+def _parse_type(name: str) -> str:
     vector = re.fullmatch(r"vec([234])<(\w+)>", name)
     if vector:
         return vector_of(vector.group(2), int(vector.group(1)))
@@ -693,7 +697,7 @@ def _returning(body: tuple[Statement, ...], kind: str) -> tuple[Statement, ...]:
     for statement in body:
         match statement:
             case Return(value) if value is not None:
-                statements.append(Return(concrete(value, kind)))
+                statements.append(Return(to_concrete(value, kind)))
             case If(condition, then, otherwise):
                 statements.append(
                     If(condition, _returning(then, kind), _returning(otherwise, kind))

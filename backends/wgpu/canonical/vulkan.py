@@ -66,6 +66,6 @@ class CanonicalDevice:
 
 
 def float_bits(values: NDArray[np.float32]) -> NDArray[np.uint32]:
-    """Return comparable bits: every NaN has the same bits."""
+    """Return bits that can be compared: every NaN becomes the same NaN."""
     bits = values.view(np.uint32)
     return np.where(np.isnan(values), np.uint32(0x7FC00000), bits)

@@ -3,10 +3,11 @@
 A driver may evaluate `a * b + c` with one rounding or two, fold `0.0 * x` and `x - x` to 0 although
 x may be infinite, and fold `x + 0.0` to x although x may be -0. Therefore the result of every
 product, sum, difference and negation, every zero, and every subtrahend passes through an integer
-addition of a zero that is read from memory and so unknown to the compiler. Named constants do as
-well, since constant folding could fuse operations that the device does not fuse. `fma` stays: the
-convention defines it, and a running sum of fmas is made opaque only where it is read. Quotients and
-square roots are corrected to the nearest float with integers; other functions are the library's.
+addition of a zero that is read from memory and so unknown to the compiler. Named constants pass
+through it as well, since constant folding could fuse operations that the device does not fuse.
+`fma` is printed unchanged, because the convention defines it; a running sum of fmas becomes opaque
+only where it is read. Quotients and square roots are corrected to the nearest float with integers;
+other functions are the library's.
 """
 
 from __future__ import annotations
@@ -23,53 +24,55 @@ from backends.wgpu.canonical.library import called_functions, with_library
 _OPAQUE: Final = """\
 @group(0) @binding({binding}) var<uniform> unknown_zeros: array<vec4u, 4>;
 var<private> unknown_zero: u32;
-fn kept(x: f32) -> f32 {{ return bitcast<f32>(bitcast<u32>(x) + unknown_zero); }}
-fn kept4(x: vec4f) -> vec4f {{ return bitcast<vec4f>(bitcast<vec4u>(x) + vec4u(unknown_zero)); }}
-fn to_whole(x: f32) -> i32 {{
+fn make_opaque(x: f32) -> f32 {{ return bitcast<f32>(bitcast<u32>(x) + unknown_zero); }}
+fn make_opaque4(x: vec4f) -> vec4f {{
+  return bitcast<vec4f>(bitcast<vec4u>(x) + vec4u(unknown_zero));
+}}
+fn to_i32(x: f32) -> i32 {{
   if (!(x >= -2147483648.0)) {{ return select(0, i32(-2147483647 - 1), x < 0.0); }}
   if (x >= 2147483648.0) {{ return 2147483647; }}
   return i32(x);
 }}
-fn to_natural(x: f32) -> u32 {{
+fn to_u32(x: f32) -> u32 {{
   if (!(x > 0.0)) {{ return 0u; }}
   if (x >= 4294967296.0) {{ return 4294967295u; }}
   return u32(x);
 }}
 """
 _LOCAL_INDEX: Final = "local_invocation_index"
-_CORRECTED: Final = """\
+_CORRECTED_FUNCTIONS: Final = """\
 struct Parts { mantissa: u32, exponent: i32 }
-fn nearest_parts(bits: u32) -> Parts {
+fn split_float(bits: u32) -> Parts {
   let rest = bits & 0x7fffffu;
   if ((bits & 0x7f800000u) != 0u) { return Parts(rest | 0x800000u, i32((bits >> 23u) & 255u)); }
   let up = countLeadingZeros(rest | 1u) - 8u;
   return Parts(rest << up, 1 - i32(up));
 }
-fn nearest_packed(sign: u32, exponent: i32, given: u32, inexact: bool) -> f32 {
-  // given: 25 bits, the last below those that stay.
+fn round_and_pack(sign: u32, exponent: i32, mantissa_25: u32, inexact: bool) -> f32 {
+  // mantissa_25 has 25 bits: the 24 bits of a float32 and one below them, for rounding.
   if (exponent >= 1) {
-    let up = (given & 1u) & select((given >> 1u) & 1u, 1u, inexact);
-    let bits = (u32(min(exponent, 255)) << 23u) + ((given >> 1u) - 0x800000u) + up;
+    let up = (mantissa_25 & 1u) & select((mantissa_25 >> 1u) & 1u, 1u, inexact);
+    let bits = (u32(min(exponent, 255)) << 23u) + ((mantissa_25 >> 1u) - 0x800000u) + up;
     return bitcast<f32>(sign | min(bits, 0x7f800000u));
   }
   if (FLUSHES) {
-    let last = given >= 0x1ffffffu && exponent == 0;
+    let last = mantissa_25 >= 0x1ffffffu && exponent == 0;
     return bitcast<f32>(sign | select(0u, 0x800000u, last));
   }
   let shift = u32(min(2 - exponent, 26));
-  let whole = given >> shift;
-  let below = given & ((1u << shift) - 1u);
+  let whole = mantissa_25 >> shift;
+  let below = mantissa_25 & ((1u << shift) - 1u);
   let half = 1u << (shift - 1u);
   let up = below > half || (below == half && (inexact || (whole & 1u) == 1u));
   return bitcast<f32>(sign | (whole + select(0u, 1u, up)));
 }
-fn nearest_taken(x: f32) -> u32 {
+fn flush_input(x: f32) -> u32 {
   let bits = bitcast<u32>(x);
   return select(bits, bits & 0x80000000u, FLUSHES && (bits & 0x7f800000u) == 0u);
 }
 fn quotient(x: f32, y: f32) -> f32 {
-  let x_bits = nearest_taken(x);
-  let y_bits = nearest_taken(y);
+  let x_bits = flush_input(x);
+  let y_bits = flush_input(y);
   let sign = (x_bits ^ y_bits) & 0x80000000u;
   let x_size = x_bits & 0x7fffffffu;
   let y_size = y_bits & 0x7fffffffu;
@@ -83,30 +86,30 @@ fn quotient(x: f32, y: f32) -> f32 {
     return infinity(sign);
   }
   if (x_size == 0u || y_size == 0x7f800000u) { return bitcast<f32>(sign); }
-  let one = nearest_parts(x_size);
-  let two = nearest_parts(y_size);
+  let one = split_float(x_size);
+  let two = split_float(y_size);
   let less = one.mantissa < two.mantissa;
   let m = select(one.mantissa, one.mantissa << 1u, less);
   let n = two.mantissa;
   let near = u32((f32(m) / f32(n)) * 16777216.0);
-  // From eight below on: nothing else is taken of the device's own quotient.
+  // The device's quotient is only an estimate: start 8 below it, and correct by the remainder.
   var q = near - 8u;
   var rest = (m << 24u) - q * n;
   if (rest >= n << 3u) { rest -= n << 3u; q += 8u; }
   if (rest >= n << 2u) { rest -= n << 2u; q += 4u; }
   if (rest >= n << 1u) { rest -= n << 1u; q += 2u; }
   if (rest >= n) { rest -= n; q += 1u; }
-  return nearest_packed(sign, one.exponent - two.exponent + select(127, 126, less), q, rest != 0u);
+  return round_and_pack(sign, one.exponent - two.exponent + select(127, 126, less), q, rest != 0u);
 }
 fn quotient4(x: vec4f, y: vec4f) -> vec4f {
   return vec4f(quotient(x[0], y[0]), quotient(x[1], y[1]), quotient(x[2], y[2]),
     quotient(x[3], y[3]));
 }
 fn square_root(x: f32) -> f32 {
-  let x_bits = nearest_taken(x);
+  let x_bits = flush_input(x);
   if ((x_bits & 0x7fffffffu) == 0u || x_bits == 0x7f800000u) { return bitcast<f32>(x_bits); }
   if (x_bits >= 0x7f800000u) { return not_a_number(0u); }
-  let one = nearest_parts(x_bits);
+  let one = split_float(x_bits);
   let odd = (one.exponent & 1) == 0;
   let m = select(one.mantissa, one.mantissa << 1u, odd);
   var s = u32(sqrt(f32(m)) * 5792.61875148) - 16u;
@@ -116,7 +119,7 @@ fn square_root(x: f32) -> f32 {
   if (rest >= 8u * s + 16u) { rest -= 8u * s + 16u; s += 4u; }
   if (rest >= 4u * s + 4u) { rest -= 4u * s + 4u; s += 2u; }
   if (rest >= 2u * s + 1u) { rest -= 2u * s + 1u; s += 1u; }
-  return nearest_packed(0u, (one.exponent + select(127, 126, odd)) >> 1u, s, rest != 0u);
+  return round_and_pack(0u, (one.exponent + select(127, 126, odd)) >> 1u, s, rest != 0u);
 }
 """
 """Correct the device's quotient and square root with integers. Without loops, because Mesa's
@@ -124,25 +127,26 @@ software Vulkan limits a kernel to 65,535 iterations in total."""
 
 
 def canonical_wgsl(source: str, convention: Convention) -> tuple[str, bool]:
-    """Return the kernel's canonical WGSL, and whether it reads the zero, its last binding (a
-    uniform).
+    """Return the kernel's canonical WGSL, and whether it reads the unknown zero, a uniform that is
+    then its last binding.
 
     Raises:
-        UnsupportedKernel: It uses unsupported WGSL.
+        UnsupportedKernel: The kernel uses unsupported WGSL.
     """
     module = with_library(tree.read_module(source))
-    text = _Text()
+    text = _Printer()
     functions = [
         text.function(function) for function in (*called_functions(module), *module.functions)
     ]
     body = text.main(module.body)
-    needs_zero = "kept" in "\n".join([*functions, body])
+    needs_zero = "make_opaque" in "\n".join([*functions, body])
     inputs = dict(module.inputs)
     if needs_zero:
         names = {built_in: name for name, built_in in inputs.items()}
-        lane = names.get(_LOCAL_INDEX, "place_of_zero")
+        lane = names.get(_LOCAL_INDEX, "invocation_index")
         inputs.setdefault(lane, _LOCAL_INDEX)
-        # Differs by invocation: Mesa recompiles for each value of a uniform used in a condition.
+        # The index differs by invocation, because Mesa recompiles a kernel for each value of a
+        # uniform that is used in a condition.
         body = f"unknown_zero = unknown_zeros[{lane} & 3u].x;\n{body}"
     argument_list = ", ".join(
         f"@builtin({built_in}) {name}: {_built_in_type(built_in)}"
@@ -155,15 +159,15 @@ def canonical_wgsl(source: str, convention: Convention) -> tuple[str, bool]:
     bindings = sum(array.binding >= 0 for array in module.arrays.values())
     helpers = []
     if "quotient" in code or "square_root(" in code:
-        helpers.append(_CORRECTED.replace("FLUSHES", str(convention.flushes).lower()))
+        helpers.append(_CORRECTED_FUNCTIONS.replace("FLUSHES", str(convention.flushes).lower()))
         for name, definition in (("infinity", _INFINITY), ("not_a_number", _NOT_A_NUMBER)):
             if f"fn {name}(" not in code:
                 helpers.append(definition)
     opaque = _OPAQUE.format(binding=bindings)
     if needs_zero:
         helpers.append(opaque)
-    elif "to_whole(" in code or "to_natural(" in code:
-        helpers.append(opaque[opaque.index("fn to_whole") :])
+    elif "to_i32(" in code or "to_u32(" in code:
+        helpers.append(opaque[opaque.index("fn to_i32") :])
     declarations = [_declaration(array) for array in module.arrays.values()]
     return "\n".join([*declarations, *helpers, code]), needs_zero
 
@@ -184,7 +188,7 @@ def _type(kind: str) -> str:
 def _declaration(array: tree.Array) -> str:
     if array.binding < 0:
         return f"var<workgroup> {array.name}: array<{_type(array.element)}, {array.elements}>;"
-    access = "read_write" if array.writes else "read"
+    access = "read_write" if array.is_writable else "read"
     return (
         f"@group(0) @binding({array.binding}) var<storage, {access}> {array.name}: "
         f"array<{_type(array.element)}>;"
@@ -195,7 +199,7 @@ _UNNAMED: Final = frozenset({"select", "max", "min", "clamp", "fma"})
 """Built-in functions whose constant arguments need not be opaque."""
 
 
-class _Text:
+class _Printer:
     def __init__(self) -> None:
         self._sums_in_progress: frozenset[tree.Expression] = frozenset()
 
@@ -252,14 +256,14 @@ class _Text:
                 factor, other_factor = map(self.expression, sums.arguments[:2])
                 return f"{target} = fma({factor}, {other_factor}, {target})"
             return f"{target} = {self.assigned_value(node.value)}"
-        keyword = "var" if node.changes else "let"
+        keyword = "var" if node.is_mutable else "let"
         value = "" if node.value is None else f" = {self.assigned_value(node.value)}"
         return f"{keyword} {node.name}: {_type(node.type)}{value}"
 
     def assigned_value(self, node: tree.Expression) -> str:
         """Print a value that is assigned to a name."""
         if isinstance(node, tree.Literal) and _is_float(node):
-            return f"kept({_literal(node)})"
+            return f"make_opaque({_literal(node)})"
         return self.expression(node)
 
     def expression(self, node: tree.Expression) -> str:
@@ -267,7 +271,7 @@ class _Text:
         match node:
             case tree.Literal():
                 text = _literal(node)
-                return f"kept({text})" if _is_float(node) and node.value == 0 else text
+                return f"make_opaque({text})" if _is_float(node) and node.value == 0 else text
             case tree.Unary("-", operand, kind) if kind in tree.FLOATS:
                 return _opaque(f"-{self.expression(operand)}", kind)
         text = self.term(node)
@@ -322,7 +326,7 @@ class _Text:
         if node.name == "sqrt":
             return f"square_root({argument_list})"
         if first_type == "f32" and node.name in {"i32", "u32"}:
-            return f"{'to_whole' if node.name == 'i32' else 'to_natural'}({argument_list})"
+            return f"{'to_i32' if node.name == 'i32' else 'to_u32'}({argument_list})"
         if node.name == "fma":
             return _opaque(f"fma({argument_list})", node.type)
         if node.name == "vec4b":
@@ -331,7 +335,7 @@ class _Text:
 
 
 def _opaque(text: str, kind: str) -> str:
-    return f"kept{'4' if tree.size_of(kind) == 4 else ''}({text})"
+    return f"make_opaque{'4' if tree.size_of(kind) == 4 else ''}({text})"
 
 
 def _is_float(node: tree.Literal) -> bool:

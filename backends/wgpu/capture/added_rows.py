@@ -1,8 +1,9 @@
-"""Rows of a table that are trained separately (PEFT's trainable tokens), without copying the table.
+"""Compute with rows of a table that are trained separately (PEFT's trainable tokens), without
+copying the table.
 
-PEFT writes the trained rows into a copy of the frozen table, for each microbatch, and takes
-the gradient of the whole copy. Here lookups and logits of added tokens read the trained rows
-directly. The values are the same.
+PEFT writes the trained rows into a copy of the frozen table, for each microbatch, and computes the
+gradient of the whole copy. Here lookups and logits of added tokens read the trained rows directly.
+The values are the same.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.nn import functional
 
 
 @contextmanager
-def compute_added_rows_apart(module: nn.Module) -> Iterator[None]:
+def compute_added_rows_separately(module: nn.Module) -> Iterator[None]:
     """Context in which layers with trained rows do not copy their table."""
     layers = [layer for layer in module.modules() if hasattr(layer, "trainable_tokens_delta")]
     for layer in layers:
@@ -62,12 +63,12 @@ def _lookup(layer: Any, x: torch.Tensor, tokens: Sequence[int], rows: torch.Tens
 def _logits(layer: Any, x: torch.Tensor, tokens: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
     """Return logits, (..., vocabulary), of a head without a bias."""
     frozen, added = functional.linear(x, layer.base_layer.weight), functional.linear(x, rows)
-    pieces, end = [], 0
+    parts, end = [], 0
     for first, row, count in _runs(tokens):
-        pieces += [frozen[..., end:first], added[..., row : row + count]]
+        parts += [frozen[..., end:first], added[..., row : row + count]]
         end = first + count
-    pieces.append(frozen[..., end:])
-    return torch.cat([piece for piece in pieces if piece.shape[-1]], dim=-1)
+    parts.append(frozen[..., end:])
+    return torch.cat([part for part in parts if part.shape[-1]], dim=-1)
 
 
 def _runs(tokens: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -1,7 +1,7 @@
 """Check that a loss is a sum over samples: the losses of a batch's halves must add up to its loss.
 
-Only the loss is computed, on random outputs with the shapes of the trace, so the check is cheap for
-any model size.
+The check calls the loss with random model outputs of the traced shapes, so it is cheap for any
+model size.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def refuse_non_additive_loss(
 
 
 class _NotComparable(Exception):
-    """Nothing to check: outputs have no sample dimension, or the loss does more than call the
-    model."""
+    """The loss cannot be checked: outputs have no sample dimension, or the loss does more than call
+    the model."""
 
 
 class _RandomOutputs:

@@ -1,8 +1,9 @@
 """Attention as custom operators, which never store the score matrix.
 
 Forward returns the output and each row's maximum and sum; backward recomputes the scores block by
-block. After Dao, "FlashAttention-2" (2023), https://arxiv.org/abs/2307.08691. Maximum and sum are
-separate, since their log-sum-exp would lose the sum if a mask adds the lowest float to a whole row.
+block. The algorithm is that of Dao, "FlashAttention-2" (2023), https://arxiv.org/abs/2307.08691.
+Maximum and sum are stored separately: if a mask adds the lowest float to a whole row, their
+log-sum-exp would lose the sum.
 
 Shapes: B batch, H heads of queries, G heads of keys and values (G divides H), T queries, S keys,
 D the size of a head.
@@ -22,22 +23,22 @@ from backends.wgpu.shaders.attention.tiles import loop_iterations
 from backends.wgpu.shaders.dispatch import WORKGROUPS_PER_DIMENSION
 
 LARGEST_HEAD: Final = 128
-"""An invocation keeps its part of the sums in registers, which do not suffice for larger heads."""
+"""Largest size of a head: an invocation's registers do not suffice for the sums of larger heads."""
 _LOOP_ITERATIONS: Final = 60_000
 """Limit on loop iterations: software Vulkan silently ends an invocation's loops after 65,535."""
 _SOFTWARE_BYTES: Final = 2**28
-"""Size of the scores from which a software adapter fuses attention."""
+"""Size of the scores above which a software adapter fuses attention."""
 
 
-Fuses = Callable[[AttentionSizes], bool]
+AttentionPolicy = Callable[[AttentionSizes], bool]
 
 
 def should_fuse(sizes: AttentionSizes, *, cooperative: bool) -> bool:
     """Whether fused attention is preferable.
 
-    Always on a GPU, where memory traffic dominates and fused kernels have the least of it. On a
-    software adapter workgroup memory is slow and steps take up to 1.7 times as long
-    (`benchmarks.vulkan`), so it is fused only if a layer's scores would take over 256 MiB.
+    It is on a GPU, where memory traffic dominates, which fused kernels minimize. On a software
+    adapter workgroup memory is slow, and a step with fused attention takes up to 1.7 times as long
+    (`benchmarks.vulkan`), so attention is fused only if a layer's scores would take over 256 MiB.
     """
     if cooperative:
         return True

@@ -1,8 +1,8 @@
 """Trace a task's step, or a model's forward, to graphs of core operators.
 
-The step (forward, loss, backward) becomes one outer graph in which each call of a repeated layer is
-a node. Each kind of call becomes a separate graph with forward and backward. Nothing is computed:
-tensors are fake, shapes are static.
+The step (forward, loss, backward) becomes one outer graph in which forward and backward of each
+call of a repeated layer are one node each. Each kind of call becomes a separate graph with forward
+and backward. Tensors are fake, so no values are computed; shapes are static.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.nn.modules import module as module_hooks
 from torch.utils import _pytree as pytree
 
 from backends.losses.coupled_loss import copy_for_in_place_changes
-from backends.wgpu.capture.added_rows import compute_added_rows_apart
-from backends.wgpu.capture.attention import Fuses, never_fuses
+from backends.wgpu.capture.added_rows import compute_added_rows_separately
+from backends.wgpu.capture.attention import AttentionPolicy, never_fuses
 from backends.wgpu.capture.draws import refuse_foreign_draws, refuse_undeclared_draws
 from backends.wgpu.capture.half_products import half_products
 from backends.wgpu.capture.layer_call import LayerCall, TensorSpec, close_layers, refuse_changed
@@ -29,7 +29,7 @@ from backends.wgpu.capture.model_attention import can_trace_sdpa, replace_attent
 from backends.wgpu.capture.rewrites import Rewrites
 from backends.wgpu.capture.substitution import named_tensors, substitute_tensors
 from backends.wgpu.graph.decompositions import decompositions
-from backends.wgpu.graph.passes import quiet_torch
+from backends.wgpu.graph.passes import silence_torch_log
 from protocol.base.errors import SamestepError, user_location
 
 Arrays = Mapping[str, torch.Tensor]
@@ -37,7 +37,8 @@ Arrays = Mapping[str, torch.Tensor]
 SCALE: Final = "the loss's scale"
 """Name of the array with the loss scale and its reciprocal, in float16 steps."""
 _SEEDS: Final = 4_096
-"""More than any model's random calls; only the used seeds are uploaded."""
+"""Number of seeds in a trace: more than any model's random calls. Only the used seeds are
+uploaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ def capture_step(
     loss: Callable[[Any, Arrays], torch.Tensor],
     trained_names: Sequence[str],
     arrays: Arrays,
-    fuses: Fuses = never_fuses,
+    fuses: AttentionPolicy = never_fuses,
     *,
     closes_layers: bool = True,
     is_float16: bool = False,
@@ -170,7 +171,7 @@ def capture_coupled(
     losses: Callable[[Any, Arrays], torch.Tensor],
     trained_names: Sequence[str],
     arrays: Arrays,
-    fuses: Fuses = never_fuses,
+    fuses: AttentionPolicy = never_fuses,
 ) -> Capture:
     """Trace a loss over all samples of a step, and its gradients.
 
@@ -215,7 +216,7 @@ def capture_forward(
     module: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    fuses: Fuses = never_fuses,
+    fuses: AttentionPolicy = never_fuses,
     *,
     is_float16: bool = False,
 ) -> Capture:
@@ -245,11 +246,13 @@ def capture_forward(
 
 
 @contextmanager
-def trace_modes(module: nn.Module, *, train: bool, fuses: Fuses = never_fuses) -> Iterator[bool]:
+def trace_modes(
+    module: nn.Module, *, train: bool, fuses: AttentionPolicy = never_fuses
+) -> Iterator[bool]:
     """Set the module's modes for a trace and restore them; yield whether backward recomputes
     layers.
 
-    Attention implementations other than torch's function are replaced by the model's eager form,
+    A model whose attention implementation is not torch's function uses its eager implementation,
     which consists of core operators.
     """
     modes = [(submodule, submodule.training) for submodule in module.modules()]
@@ -275,7 +278,7 @@ def trace_modes(module: nn.Module, *, train: bool, fuses: Fuses = never_fuses) -
                 config._attn_implementation = "eager"  # noqa: SLF001
         with (
             replace_attention(module, fuses),
-            compute_added_rows_apart(module),
+            compute_added_rows_separately(module),
             refuse_foreign_draws(),
             _without_onednn(),
         ):
@@ -307,7 +310,7 @@ class _Trace:
     module: nn.Module
     trained_names: frozenset[str]
     checkpoint: bool
-    fuses: Fuses
+    fuses: AttentionPolicy
     closes_layers: bool = True
 
     def capture(
@@ -329,7 +332,7 @@ class _Trace:
             first_names.setdefault(id(tensor), name)
         names = tuple(first_names.values())
         calls: list[LayerCall] = []
-        used_seeds = [0]
+        used_seeds = [0]  # seed 0 is for draws outside closed layers
 
         def run_traced(tensors: list[torch.Tensor], seeds: torch.Tensor, inputs: list[Any]) -> Any:
             def next_seed() -> torch.Tensor:
@@ -371,7 +374,7 @@ class _Trace:
 
 
 def _copy_changed_arrays(graph: fx.GraphModule, arrays: int) -> None:
-    """Copy inputs that the loss changes in place."""
+    """Insert copies of inputs that the loss changes in place."""
     nodes = list(graph.graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
     batch = inputs[len(inputs) - arrays :]
@@ -451,7 +454,7 @@ def _trace(
     module."""
     modules = _NodeModules(module, prefix)
     try:
-        with modules, quiet_torch():
+        with modules, silence_torch_log():
             graph = make_fx(
                 function,
                 decomposition_table=decompositions(),
@@ -474,7 +477,7 @@ _CAUSES: Final = (
     ("DynamicOutputShape", "a shape depends on a tensor's values, as x[x > 0] and nonzero() do"),
     ("use_reentrant=True", "it uses reentrant checkpoints; set use_reentrant=False"),
 )
-"""(part of torch's message, explanation)."""
+"""For a part of torch's message, the explanation to show."""
 
 
 def _capture_error(location: str, error: Exception) -> SamestepError:

@@ -1,9 +1,9 @@
 """Random numbers as a function of (seed, site, element) instead of torch's generators.
 
 A number that torch draws during a trace would become a constant of the program and differ between
-processes. So each random operator is computed here from uniform words, or refused.
-`refuse_foreign_draws` catches the rest: operators inside torch's composites, and the generators of
-Python and NumPy.
+processes. So each random function is computed here from uniform words, or refused.
+`refuse_undeclared_draws` and `refuse_foreign_draws` refuse other draws: by operators inside torch's
+composites, and from the generators of Python and NumPy.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from backends.wgpu.graph.opaque import KEEP, UNIFORM
 from protocol.base.errors import SamestepError
 
 _SMALLEST_UNIFORM: Final = 2.0**-25
-"""Replaces a uniform number of 0 in logarithms; smaller than any other uniform number."""
+"""Replaces the uniform number 0 in logarithms; smaller than all other uniform numbers."""
 _MOST_INTEGERS: Final = 2**24
-"""Distinct values of a uniform float32."""
+"""Largest range of random integers: the number of distinct uniform float32 values."""
 _SELU: Final = 1.7580993408473766
 """Scale times alpha of `selu`, as in torch's `alpha_dropout`."""
 
@@ -145,12 +145,12 @@ class Draws:
         return x.copy_(self._exponential(x.shape) / lambd)
 
     def bernoulli(self, x: torch.Tensor, p: Any = None, **options: Any) -> torch.Tensor:
-        """Draw 1 with the probability in x, or p."""
+        """Draw 1 with the probabilities in x, or with probability p, and 0 otherwise."""
         _refuse_generator_and_out(options)
         return (self._uniform(x.shape) < (x if p is None else p)).to(x.dtype)
 
     def bernoulli_(self, x: torch.Tensor, p: Any = 0.5, **options: Any) -> torch.Tensor:
-        """Fill with 1 with the probability p."""
+        """Fill with 1 with probability p, and 0 otherwise."""
         return x.copy_(self.bernoulli(x, p, **options))
 
     def randint(self, *bounds: Any, **options: Any) -> torch.Tensor:
@@ -216,7 +216,7 @@ class Draws:
         return site
 
     def _noise(self, x: torch.Tensor, shape: Sequence[int], p: float) -> torch.Tensor | None:
-        """Return a dropout mask; None if nothing is dropped."""
+        """Return a dropout mask; None if p is 0."""
         _refuse_probability(p)
         if p == 0.0:
             return None

@@ -1,9 +1,9 @@
 """`model.precision: float16`: mixed precision as in torch's autocast on GPUs.
 
 A matrix product's operands are rounded to float16, multiplied and summed in float32, and the sum is
-rounded to float16, as in torch. This file does so in plain operators, for torch on the CPU
-and for traces. Norms, softmax, losses and sums convert float16 inputs to float32; every other
-operator computes in its inputs' dtype.
+rounded to float16. This module expresses that in plain operators, for torch on the CPU and for
+traces. Norms, softmax, losses and sums convert float16 inputs to float32; every other operator
+computes in its inputs' dtype.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _PRODUCTS: Final = frozenset({
     "baddbmm", "einsum", "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
     "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention",
 })  # fmt: skip
-"""Products: names of functions of torch and `torch.nn.functional`, and of tensor methods."""
+"""Names of the products among the functions of torch and `torch.nn.functional`, and among the
+methods of tensors."""
 _IN_FLOAT32: Final = frozenset({
     "softmax", "log_softmax", "softmin", "softplus", "layer_norm", "rms_norm", "group_norm",
     "instance_norm", "normalize", "norm", "vector_norm", "cosine_similarity", "cdist", "pdist",
@@ -72,9 +73,10 @@ class HalfProducts(TorchFunctionMode):
 
 
 def stand_in_function(types: Sequence[type]) -> Callable[..., Any] | None:
-    """Return the `__torch_function__` of a class that stands for tensors, None if there is none.
+    """Return the `__torch_function__` of a class that stands for tensors, such as `LogitsInParts`;
+    None if there is none.
 
-    That function calls functions of tensors in turn, which a mode must see.
+    It calls functions of tensors, so it must run with the mode enabled.
     """
     kinds = [kind for kind in types if not issubclass(kind, torch.Tensor)]
     return getattr(kinds[0], "__torch_function__") if kinds else None  # noqa: B009 -- untyped

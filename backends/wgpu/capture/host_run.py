@@ -1,6 +1,6 @@
 """Compute a training step with torch on the CPU, as the reference for a program.
 
-The capture supplies only the assignment of seeds to layer calls. Random numbers come from
+Of the capture, it uses only the assignment of seeds to layer calls. Random numbers are those of
 `backends.wgpu.graph.reference`, so dropout masks equal the device's.
 """
 
@@ -98,7 +98,7 @@ class HostStep:
             forward = layer.forward
 
             def seeded_forward(*args: Any, **kwargs: Any) -> Any:
-                if not calls or calls[-1].path != path:  # the call is not one node
+                if not calls or calls[-1].path != path:  # not recorded as one node
                     return forward(*args, **kwargs)
                 if not calls.pop().has_draws:
                     return forward(*args, **kwargs)
@@ -118,7 +118,7 @@ class HostStep:
 
 
 class _RandomRewrites(Rewrites):
-    """Replace random functions; attention without dropout remains torch's."""
+    """Replaces random functions; attention without dropout remains torch's."""
 
     def __init__(self, seed: torch.Tensor) -> None:
         super().__init__(seed, never_fuses)

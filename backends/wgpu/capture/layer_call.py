@@ -1,10 +1,10 @@
 """A call of a repeated layer within a trace, recorded as a single operator.
 
 A model is traced with its layers *closed*: forward and backward of a layer are one node each, so
-the trace hardly grows with depth. The inside is traced once per *kind* of call. Two calls are of
-the same kind if torch runs the same operators with the same shapes and constants, forward and
-backward. Therefore each call is run on empty tensors: a layer's computation may depend on anything,
-such as its index or a call count.
+the trace hardly grows with depth. The operators of a layer are traced once per *kind* of call. Two
+calls are of the same kind if torch runs the same operators with the same shapes and constants,
+forward and backward. A layer's computation may depend on anything, such as its index or a call
+count, so each call is run on empty tensors to find its kind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from backends.wgpu.capture.attention import Fuses, never_fuses
+from backends.wgpu.capture.attention import AttentionPolicy, never_fuses
 from backends.wgpu.capture.rewrites import Rewrites
 from backends.wgpu.capture.substitution import named_tensors, substitute_tensors
 from backends.wgpu.graph.opaque import LAYER_BACKWARD, LAYER_FORWARD, RegisteredCalls
@@ -48,7 +48,7 @@ class TensorSpec:
         return TensorSpec(tuple(tensor.shape), tensor.dtype, floating and tensor.requires_grad)
 
     def fake(self) -> torch.Tensor:
-        """Return a new leaf tensor; without memory under a fake mode."""
+        """Return a new leaf tensor; in a fake mode it has no memory."""
         return torch.empty(self.shape, dtype=self.dtype).requires_grad_(self.differentiable)
 
 
@@ -84,7 +84,7 @@ class LayerCall:
     leaves: list[Any]
     arguments: pytree.TreeSpec
     checkpoint: bool = False
-    fuses: Fuses = never_fuses
+    fuses: AttentionPolicy = never_fuses
     outputs: list[TensorSpec] = field(default_factory=list)
     results: pytree.TreeSpec | None = None
     has_draws: bool = False
@@ -121,7 +121,11 @@ class NotClosable(Exception):
 
 @contextmanager
 def close_layers(
-    module: nn.Module, next_seed: Callable[[], torch.Tensor], *, checkpoint: bool, fuses: Fuses
+    module: nn.Module,
+    next_seed: Callable[[], torch.Tensor],
+    *,
+    checkpoint: bool,
+    fuses: AttentionPolicy,
 ) -> Iterator[list[LayerCall]]:
     """Trace calls of the module's repeated layers as one node each within the context.
 
@@ -185,7 +189,7 @@ def _are_repeated(layers: Iterable[nn.Module]) -> bool:
 
 
 class _Closed(torch.autograd.Function):
-    """The operators of a call and its backward."""
+    """The operators of a closed call and of its backward."""
 
     @staticmethod
     def forward(ctx: Any, call: LayerCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -289,7 +293,7 @@ def _nodes(results: Sequence[torch.Tensor]) -> dict[Any, int]:
         node = pending.pop()
         if node is not None and node not in numbers:
             numbers[node] = len(numbers)
-            pending += [source_of for source_of, _ in node.next_functions]
+            pending += [source for source, _ in node.next_functions]
     return numbers
 
 
@@ -305,15 +309,15 @@ def _backward(results: Sequence[torch.Tensor], fingerprint: _Fingerprint) -> Ite
         leaf = getattr(node, "variable", None)
         yield node.name(), None if leaf is None else fingerprint.number(leaf)
         yield [
-            (numbers.get(source_of), output_number)
-            for source_of, output_number in node.next_functions
+            (numbers.get(source), output_number) for source, output_number in node.next_functions
         ]
 
 
 def _gradients(
     results: Sequence[torch.Tensor], fake_inputs: Sequence[torch.Tensor], fingerprint: _Fingerprint
 ) -> list[int | None]:
-    """Run backward as well if the model has custom autograd functions."""
+    """Run backward, so that it is hashed, if the layer has custom autograd functions; return the
+    gradients' tensor numbers."""
     if not any(isinstance(node, BackwardCFunction) for node in _nodes(results)):
         return []
     differentiable_results = [x for x in results if x.requires_grad]
@@ -348,7 +352,7 @@ class _Fingerprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._hash.update(repr(values).encode())
 
     def digest(self) -> str:
-        """Return the hash of everything that ran."""
+        """Return the hash of all operators that ran."""
         return self._hash.hexdigest()
 
     def __torch_dispatch__(

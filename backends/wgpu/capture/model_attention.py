@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from backends.wgpu.capture.attention import Fuses, fused_attention, sizes_of
+from backends.wgpu.capture.attention import AttentionPolicy, fused_attention, sizes_of
 
 _IGNORABLE_ARGUMENTS: Final = frozenset(
     {
@@ -40,13 +40,13 @@ call with any other argument may use another formula and is delegated to the mod
 def can_trace_sdpa() -> bool:
     """Whether masks for torch's function can be built without reading their values.
 
-    Older releases of `transformers` omit a mask that masks nothing.
+    Older releases of `transformers` read them, in order to omit a mask that masks no position.
     """
     return hasattr(sys.modules.get("transformers.utils.import_utils"), "is_fake_tensor")
 
 
 @contextmanager
-def replace_attention(module: nn.Module, fuses: Fuses) -> Iterator[None]:
+def replace_attention(module: nn.Module, fuses: AttentionPolicy) -> Iterator[None]:
     """Substitute the attention of the module's parts within the context, if `transformers` is
     loaded."""
     library = sys.modules.get("transformers.modeling_utils")
@@ -76,7 +76,7 @@ def replace_attention(module: nn.Module, fuses: Fuses) -> Iterator[None]:
 def _attend(  # noqa: PLR0917
     original: Callable[..., Any],
     part_ids: set[int],
-    fuses: Fuses,
+    fuses: AttentionPolicy,
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -86,7 +86,20 @@ def _attend(  # noqa: PLR0917
     needs_mask: bool,
     **options: Any,
 ) -> Any:
-    """Compute a call of `transformers`; with `needs_mask`, a call without a mask is delegated.
+    """Compute a call of `transformers`, or delegate it to the model's function.
+
+    Args:
+        original: The model's function.
+        part_ids: Ids of the modules that may use the fused operator.
+        fuses: Which attention becomes one operator.
+        module: The module that calls.
+        query: (B, H, T, D).
+        key: (B, G, S, D).
+        value: (B, G, S, D).
+        attention_mask: As for the model's function.
+        extra: Further positional arguments; with any, the call is delegated.
+        needs_mask: Whether a call without a mask is delegated.
+        options: Keyword arguments of the model's function.
 
     Returns:
         (B, T, H, D), and None for the weights.

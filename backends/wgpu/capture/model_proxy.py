@@ -32,7 +32,7 @@ class ModelProxy(nn.Module):
         return self._samestep_run(args, kwargs)
 
     def get_output_embeddings(self) -> None:
-        """Return no head: a call computes all logits."""
+        """Return None, so that a call computes all logits at once."""
 
     def __getattr__(self, name: str) -> Any:
         """Return plain attributes and trained parameters, but no submodule or method."""
@@ -40,15 +40,15 @@ class ModelProxy(nn.Module):
         if isinstance(value, nn.Parameter) and value.requires_grad:  # the host has a copy
             return nn.Parameter(value.detach(), requires_grad=False)
         if callable(value) or isinstance(value, torch.Tensor | nn.Module):
-            raise _part_is_read(name)
+            raise _part_error(name)
         return value
 
     def __getitem__(self, name: Any) -> Any:
         """Refuse access to the parts of a list or dictionary of modules."""
-        raise _part_is_read(name)
+        raise _part_error(name)
 
 
-def _part_is_read(name: Any) -> SamestepError:
+def _part_error(name: Any) -> SamestepError:
     return SamestepError(
         f"expected an evaluation that only calls the model, got one that reads its {name!r}, "
         "which the vulkan backend does not support; use a cpu or cuda worker"

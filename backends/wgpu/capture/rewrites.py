@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from backends.wgpu.capture.attention import Fuses, fused_attention, sizes_of
+from backends.wgpu.capture.attention import AttentionPolicy, fused_attention, sizes_of
 from backends.wgpu.capture.draws import Draws
 from backends.wgpu.capture.half_products import stand_in_function
 
@@ -32,14 +32,14 @@ _CHECKS: Final = frozenset({
 class Rewrites(TorchFunctionMode):
     """Mode in which random functions draw from `seed`, a (2,) int32 tensor of random words.
 
-    Composite functions such as `multi_head_attention_forward` are run with the mode enabled, so
-    that it sees the functions inside.
+    Composite functions such as `multi_head_attention_forward` run with the mode enabled, so that
+    the functions that they call are replaced, too.
 
     Attributes:
         draws: Replaces random functions, and counts the draws.
     """
 
-    def __init__(self, seed: torch.Tensor, fuses: Fuses) -> None:
+    def __init__(self, seed: torch.Tensor, fuses: AttentionPolicy) -> None:
         super().__init__()
         self.draws = Draws(seed)
         self._fuses = fuses
@@ -94,7 +94,7 @@ class Rewrites(TorchFunctionMode):
             key, value = (_repeat_groups(x, query.size(-3) // x.size(-3)) for x in (key, value))
         scores = query @ key.transpose(-2, -1)  # (..., queries, keys)
         scores = scores * scale
-        if is_causal:  # every query sees a key
+        if is_causal:  # every query has at least one visible key
             is_later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
             weights = torch.softmax(scores.masked_fill(is_later, -torch.inf), dim=-1)
         else:

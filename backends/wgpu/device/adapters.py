@@ -1,8 +1,8 @@
 """List the machine's adapters: Vulkan; Metal on a Mac; Vulkan and DX12 on Windows.
 
-All interfaces use the same shaders. wgpu is imported only here and in `device`; without wgpu, or
-without a driver, the result is the reason. Software adapters (Mesa's lavapipe) come last and are
-used only on request: `backends.registry`.
+All interfaces use the same shaders. wgpu is imported only here and in `device`. Without wgpu, or
+without a driver, `adapters` returns the reason. Software adapters (Mesa's lavapipe) come last, and
+`backends.registry` uses them only on request.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Adapter:
 
 @cache
 def adapters() -> tuple[Adapter, ...] | str:
-    """Return all adapters, best kind first, or why there are none. Adapters are queried once per
+    """Return all adapters, discrete GPUs first, or why there are none. They are queried once per
     process."""
     if importlib.util.find_spec("wgpu") is None:
         return "wgpu is not installed; run deploy/environment.sh, or pip install 'wgpu>=0.32'"

@@ -5,8 +5,8 @@ addition, but Vulkan permits flushing subnormals and other roundings. So the ker
 add hard cases, and the sums are compared bit by bit with NumPy's. If any differs, the host adds
 subtree sums. NaN is not tested, since a gradient with NaN halts the run.
 
-Kernels round to float16 with integer operations, so the device's conversions never round. But
-infinities and NaN, which signal an overflow, must survive, which Vulkan does not guarantee. So
+Kernels round to float16 with integer operations, so the device's conversions never round. But they
+must preserve infinities and NaN, which signal an overflow, and Vulkan does not guarantee that. So
 every float16 value is converted to float32 and back, and compared. A device may flush subnormals.
 """
 
@@ -48,10 +48,10 @@ _EDGES: Final = (
 _FLOAT16_COUNT: Final = 2**16
 _WORKGROUP: Final = 64
 _CONVERT: Final = """\
-@group(0) @binding(0) var<storage, read> given: array<{}>;
+@group(0) @binding(0) var<storage, read> values: array<{}>;
 @group(0) @binding(1) var<storage, read_write> out: array<{}>;
 @compute @workgroup_size(64)
-fn main(@builtin(global_invocation_id) id: vec3u) {{ out[id.x] = {}(given[id.x]); }}
+fn main(@builtin(global_invocation_id) id: vec3u) {{ out[id.x] = {}(values[id.x]); }}
 """
 _WIDENING: Final = Shader(_CONVERT.format("f16", "f32", "f32"), 2)
 _NARROWING: Final = Shader(_CONVERT.format("f32", "f16", "f16"), 2)
@@ -92,7 +92,8 @@ def count_wrong_additions(device: ComputeTarget) -> int:
 
 
 def count_changed_float16(device: ComputeTarget) -> int:
-    """Count the float16 values that do not survive conversion to float32 or back."""
+    """Count the float16 values that a conversion to float32 or back changes, except subnormals that
+    become zero."""
     bits = np.arange(_FLOAT16_COUNT, dtype=np.uint16)
     values = bits.view(np.float16)
     with np.errstate(all="ignore"):

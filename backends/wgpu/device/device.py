@@ -1,5 +1,4 @@
-"""A Vulkan device: buffers, and lists of dispatches that are encoded once and run as one submission
-each.
+"""A Vulkan device: buffers, and lists of dispatches, each of which runs as one submission.
 
 A submission may block until the previous one is done (it does on lavapipe), so everything that uses
 the queue, including uploads, runs in a dedicated thread, in order. Waiting for a readback polls for
@@ -109,7 +108,8 @@ class Device:
         self._staged_bytes = 0
 
     def traits(self) -> dict[str, str]:
-        """Return what decides the bits of a shader's results; see `Backend.numerics_profile`."""
+        """Return the properties that determine the bits of a shader's results; see
+        `Backend.numerics_profile`."""
         # The name of a software adapter includes its instruction set.
         number = f"{self.adapter.vendor_id:x}:{self.adapter.device_id:x}"
         traits = {
@@ -336,7 +336,8 @@ def _map(mapping: _Mapping) -> None:
 
 @contextmanager
 def convert_device_errors(name: str) -> Iterator[None]:
-    """Convert a lost device or exhausted memory to `DeviceError`; other errors are bugs."""
+    """Context in which a lost device or exhausted memory becomes a `DeviceError`; other errors are
+    bugs and pass through."""
     try:
         yield
     except wgpu.GPUError as error:
@@ -350,7 +351,8 @@ def convert_device_errors(name: str) -> Iterator[None]:
 
 
 def _is_not_device_loss(record: logging.LogRecord) -> bool:
-    """Filter out wgpu's log messages about a lost device, which is raised as `DeviceError`."""
+    """Whether a log record may pass: not wgpu's messages about a lost device, since a `DeviceError`
+    reports it."""
     message = record.getMessage()
     return message != "DEVICE LOST!" and not message.startswith("The WGPU device was lost")
 

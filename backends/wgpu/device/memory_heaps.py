@@ -1,8 +1,8 @@
 """Query each Vulkan device's memory from the loader, since wgpu does not report it.
 
-A few calls of Vulkan 1.0 through ctypes, with structures as in the specification's chapters
-"Devices and Queues" and "Memory Allocation". On any failure the memory is unknown. The size is
-used for display and estimates only.
+This module makes a few calls of Vulkan 1.0 through ctypes, with structures as in the
+specification's chapters "Devices and Queues" and "Memory Allocation". On any failure the memory is
+unknown. The size is used only for display and for estimates, by which plans are refused.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class _Memory(ctypes.Structure):
 
 
 def memory_heaps() -> tuple[DeviceHeaps, ...]:
-    """Return the heaps of all physical devices; empty without a loader or instance."""
+    """Return the largest device-local heap of each physical device; empty without a loader or
+    instance."""
     try:
         vulkan = ctypes.CDLL(_LOADERS.get(sys.platform, "libvulkan.so.1"))
     except OSError:

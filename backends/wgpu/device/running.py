@@ -22,10 +22,10 @@ from protocol.base.errors import DeviceError
 
 _MOST_DISPATCHES: Final = 128
 """Limit on dispatches per submission: drivers kill submissions that run for seconds, and an
-abandoned microbatch stops after the current submission."""
+abandoned microbatch still runs the submissions in flight."""
 _NO_WORDS: Final = np.empty(0, np.uint32)
 _SUBMISSIONS_AHEAD: Final = 3
-"""Submissions in flight, so that the device never idles."""
+"""Largest number of submissions in flight; several, so that the device never idles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class PlacedPlan:
         return self.buffers[buffer_number].part(microbatch * stride, stride)
 
 
-def submissions(
+def make_submissions(
     plan: Plan,
     buffers: Sequence[Buffer],
     device: ComputeTarget,
@@ -74,8 +74,13 @@ def submissions(
 ) -> Iterator[Submission]:
     """Split a plan into submissions, and create pipelines and bind groups.
 
-    Outputs are copied back for the first microbatch, outputs in `per_microbatch` for every
-    microbatch, in order.
+    Args:
+        plan: The plan.
+        buffers: The plan's buffers by number.
+        device: The target.
+        microbatches: Number of microbatches that run together.
+        per_microbatch: Numbers of the outputs that are copied back for every microbatch, in order;
+            other outputs are copied back for the first one only.
     """
     dispatches = [replace(dispatch, microbatches=microbatches) for dispatch in plan.dispatches]
     start = 0
@@ -106,7 +111,7 @@ def empty_submissions(segments: int) -> tuple[Submission, ...]:
 
 
 class RunningPlan:
-    """One run of submissions, after an upload. Any thread may call `stop`."""
+    """One run of a plan's submissions, started after an upload. Any thread may call `stop`."""
 
     def __init__(
         self,

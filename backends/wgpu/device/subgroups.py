@@ -1,4 +1,4 @@
-"""Determine the properties of a device that decide its matmul kernels.
+"""Measure the properties of a device that its matmul kernels depend on.
 
 A software adapter runs one invocation per lane of a vector register. The number of lanes, and
 whether they are consecutive invocations, is not among the adapter's limits, so a small shader

@@ -39,7 +39,7 @@ class Copy:
 
 
 class CommandList:
-    """Dispatches that are ready to run on their target."""
+    """Encoded dispatches, ready to run on their target; the references keep their memory alive."""
 
     __slots__ = ("_references", "calls")
 

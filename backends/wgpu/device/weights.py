@@ -20,11 +20,11 @@ from backends.wgpu.weights.quantized_base import QuantizedBase
 
 
 class Weights:
-    """The module's tensors; a tensor with several names is identified by the first.
+    """The module's tensors on the device; a tensor with several names is identified by the first.
 
     Attributes:
         module: The module on the host, with the values loaded last; frozen parameters are freed
-            after their upload unless the module is returned to the user.
+            after their upload, unless the module is used after the run.
         base: The quantized parameters.
         tables: Parts of each table that is larger than one buffer; each part has its own name.
     """
@@ -76,11 +76,11 @@ class Weights:
         parameters = {id(parameter) for parameter in self.module.parameters()}
         return {name: t for name, t in self._tensors.items() if id(t) not in parameters}
 
-    def hold_values(self, names: Iterable[str]) -> Callable[[], dict[str, torch.Tensor]]:
-        """Return a function that gives these tensors' values, before and after their upload.
+    def make_value_reader(self, names: Iterable[str]) -> Callable[[], dict[str, torch.Tensor]]:
+        """Return a function that returns these tensors' values, before and after their upload.
 
-        The function holds quantized weights and dequantizes them at each call. Other frozen
-        weights, which the host releases, are read back from the device. Tied tensors stay shared.
+        The function stores quantized weights and dequantizes them at each call. It reads other
+        frozen weights, which the host releases, back from the device. Tied tensors stay shared.
         """
         tensors = {name: self._tensors[name] for name in names}
         stored: dict[int, list[Quantized]] = {}
@@ -163,9 +163,9 @@ class Weights:
 
     def _upload(self, name: str, value: torch.Tensor) -> None:
         """Upload a tensor's new values into its buffer, or into those of its parts."""
-        pieces = {str(part): value[part.first : part.end] for part in self.tables.get(name, ())}
-        for piece, values in (pieces or {name: value}).items():
-            if (buffer := self._buffers.get(piece)) is not None:
+        parts = {str(part): value[part.first : part.end] for part in self.tables.get(name, ())}
+        for part_name, values in (parts or {name: value}).items():
+            if (buffer := self._buffers.get(part_name)) is not None:
                 self._device.upload(buffer, values.numpy())
 
     def free(self) -> None:

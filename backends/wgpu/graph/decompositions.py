@@ -133,7 +133,8 @@ def _stateless_batch_norm(  # noqa: PLR0917
     momentum: float,
     eps: float,
 ) -> Any:
-    """Support batch norms without running statistics (instance norm) or in evaluation mode only."""
+    """Decompose batch norms without running statistics (instance norm) or in evaluation mode; leave
+    others as they are."""
     del momentum
     if not training and running_mean is not None and running_variance is not None:
         shape = [1, -1] + [1] * (x.dim() - 2)
@@ -187,7 +188,7 @@ def _index_put(
 
 
 def _index_shape(indices: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Return the shape that index tensors have when broadcast."""
+    """Return the shape of index tensors that are broadcast against each other."""
     shape: tuple[int, ...]
     shape = torch.broadcast_shapes(*(index.shape for index in indices))  # type: ignore[no-untyped-call]
     return shape

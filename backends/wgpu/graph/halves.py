@@ -48,6 +48,6 @@ def is_rounding(node: fx.Node) -> bool:
     return bool(source.meta["val"].dtype == torch.float32)
 
 
-def words_of(node: fx.Node, elements: int) -> int:
+def word_count(node: fx.Node, elements: int) -> int:
     """Return the number of 4-byte words for `elements` elements of the value."""
     return -(-elements // 2) if is_half(node) else elements

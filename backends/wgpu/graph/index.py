@@ -47,12 +47,12 @@ class Coordinate:
 ZERO: Final = Coordinate("0u", 1, None, 1)
 
 
-def plain(source: str, size: int) -> Coordinate:
+def as_coordinate(source: str, size: int) -> Coordinate:
     """Return a plain expression as a coordinate."""
     return Coordinate(source, 1, None, size)
 
 
-def linear(coordinates: Sequence[Coordinate]) -> Coordinate:
+def linear_index(coordinates: Sequence[Coordinate]) -> Coordinate:
     """Combine coordinates into a row-major linear index."""
     parts = [c for c in coordinates if c.size != 1]
     if not parts:
@@ -68,17 +68,17 @@ def linear(coordinates: Sequence[Coordinate]) -> Coordinate:
             modulus = None if index.modulus is None else index.modulus * part.size
             index = Coordinate(index.source, part.divisor, modulus, size)
         elif str(index) == "0u":
-            index = plain(str(part), size)
+            index = as_coordinate(str(part), size)
         else:
-            index = plain(f"({index} * {part.size}u + {part})", size)
+            index = as_coordinate(f"({index} * {part.size}u + {part})", size)
     return index
 
 
-def split(index: Coordinate, sizes: Sequence[int]) -> list[Coordinate]:
+def split_index(index: Coordinate, sizes: Sequence[int]) -> list[Coordinate]:
     """Split a row-major linear index over `sizes` into one coordinate per dimension."""
     # Any other modulus means that the index covers only a slice of the dimension.
     if index.modulus not in {None, math.prod(sizes)}:
-        index = plain(str(index), index.size)
+        index = as_coordinate(str(index), index.size)
     parts, stride = [], 1
     first_dim = next((i for i, size in enumerate(sizes) if size != 1), 0)
     for position, size in reversed([*enumerate(sizes)]):
@@ -116,7 +116,7 @@ def reshape(
         if len(group) == len(sizes) == 1:
             result += group
         else:
-            result += split(linear(group), sizes)
+            result += split_index(linear_index(group), sizes)
     remaining = iter(result)
     return [ZERO if size == 1 else next(remaining) for size in new]
 

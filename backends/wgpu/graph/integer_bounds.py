@@ -31,7 +31,7 @@ _BoundsOf = Callable[[Any], Bounds | None]
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A copy of a traced node: lowering changes the graph."""
+    """A copy of a traced node, because lowering changes the graph."""
 
     node: fx.Node
     args: tuple[Any, ...]
@@ -163,7 +163,7 @@ class IntegerBounds:
                 if node_bound[0] < _MIN_INT32 or node_bound[1] > _MAX_INT32:
                     if step.value.dtype == torch.int64:
                         return step, node_bound
-                    node_bound = None  # torch wraps, too
+                    node_bound = None  # torch's 32-bit integers wrap around, too
             node_bounds[step.node] = node_bound
         return None
 
@@ -204,8 +204,8 @@ def _is_cast_from_float(step: _Step) -> bool:
 def _with_device_infinities(integers: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Clamp integers that come from infinities.
 
-    In torch they are undefined, too, and formulas that produce them (such as the logarithm of a
-    zero distance) select another value.
+    In torch they are undefined, too, and models that produce them (such as the logarithm of a zero
+    distance) select another value in their place.
     """
     if integers.shape != source.shape or not source.is_floating_point():
         return integers

@@ -1,7 +1,8 @@
 """Custom operators that are one node each in a graph: random numbers, part of a long reduction,
 products with a split matrix, attention, and a whole layer.
 
-Torch never computes them; the lowering has a kernel for each.
+Torch knows their shapes but, except for random numbers (`reference`), cannot compute them. The
+lowering has a kernel for each, and replaces a layer by its kernels.
 """
 
 from __future__ import annotations

@@ -20,11 +20,10 @@ from protocol.base.errors import SamestepError
 
 _aten = torch.ops.aten
 _FOLDED_ELEMENTS: Final = 1 << 20
-"""Larger constants are computed on the device instead of being uploaded and stored."""
+"""Limit on the elements of a folded constant; the device computes larger constants itself."""
 
 LOGGER: Final = "torch._subclasses.fake_tensor"
-"""Torch's logger: besides raising an error, it logs a stack trace if an operator cannot be
-traced."""
+"""Name of the logger with which torch logs a stack trace if an operator cannot be traced."""
 _IDENTITIES = frozenset({_aten.alias.default, _aten.detach.default, _aten.lift_fresh_copy.default})
 _MULTIPLICATIONS = frozenset(
     {_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar}
@@ -59,16 +58,19 @@ _NOT_COMPUTABLE = frozenset({
     "samestep::attention",
     "samestep::attention_keys",
     "samestep::attention_queries",
+    "samestep::joined_products",
     "samestep::keep",
     "samestep::layer_backward",
     "samestep::layer_forward",
+    "samestep::partial",
+    "samestep::sum_of_products",
     "samestep::uniform",
 })  # fmt: skip
 """Operators that torch cannot compute, even for constant inputs."""
 
 
 def simplify(graph: fx.GraphModule) -> fx.GraphModule:
-    """Run all passes that need no values; may modify the graph in place."""
+    """Run all passes that need no values; they may modify the graph in place."""
     graph = _without_mutations(graph)
     _merge_equal_nodes(graph.graph)
     _rewrite(graph.graph)
@@ -77,7 +79,7 @@ def simplify(graph: fx.GraphModule) -> fx.GraphModule:
     return graph
 
 
-def constants(
+def fold_constants(
     graph: fx.GraphModule, input_values: Mapping[fx.Node, torch.Tensor], *, portable: bool = False
 ) -> dict[fx.Node, torch.Tensor]:
     """Return the values of nodes that depend only on `input_values` and the graph's own tensors.
@@ -148,7 +150,7 @@ def _without_mutations(graph: fx.GraphModule) -> fx.GraphModule:
     placeholder_values = [
         node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"
     ]
-    with FakeTensorMode(allow_non_fake_inputs=True), quiet_torch():
+    with FakeTensorMode(allow_non_fake_inputs=True), silence_torch_log():
         fake_inputs = [torch.empty(value.shape, dtype=value.dtype) for value in placeholder_values]
 
         def run(*arguments: torch.Tensor) -> Any:
@@ -241,10 +243,10 @@ def _split_parts(graph: fx.Graph, node: fx.Node) -> None:
         number: Any = user.args[1]
         with graph.inserting_before(user):
             if node.target is _aten.unbind.int:
-                selection = add(graph, user, _aten.select.int, source, dim[0], number)
+                selection = insert_node(graph, user, _aten.select.int, source, dim[0], number)
             else:
                 ends = starts[number], starts[number + 1]
-                selection = add(graph, user, _aten.slice.Tensor, source, dim[0], *ends)
+                selection = insert_node(graph, user, _aten.slice.Tensor, source, dim[0], *ends)
         user.replace_all_uses_with(selection)
         graph.erase_node(user)
     graph.erase_node(node)
@@ -268,16 +270,16 @@ def _split_long_reduction(graph: fx.Graph, node: fx.Node) -> None:
     stage = "sum" if fold == "mean" else fold
     with graph.inserting_before(node):
         if fold == "any":
-            source = add(graph, node, _aten.ne.Scalar, source, 0)
+            source = insert_node(graph, node, _aten.ne.Scalar, source, 0)
         elif (dtype := _sum_dtype(node)) != source.meta["val"].dtype:
-            source = add(graph, node, _aten._to_copy.default, source, dtype=dtype)  # noqa: SLF001
-        parts = add(graph, node, PARTIAL, source, dims, math.isqrt(terms), stage)
-        total = add(graph, node, _STAGES[fold], parts, [len(shape) - len(dims)])
+            source = insert_node(graph, node, _aten._to_copy.default, source, dtype=dtype)  # noqa: SLF001
+        parts = insert_node(graph, node, PARTIAL, source, dims, math.isqrt(terms), stage)
+        total = insert_node(graph, node, _STAGES[fold], parts, [len(shape) - len(dims)])
         if fold == "mean":
-            total = add(graph, node, _aten.mul.Tensor, total, 1.0 / terms)
-        result = add(graph, node, _aten.view.default, total, list(shape_of(node)))
+            total = insert_node(graph, node, _aten.mul.Tensor, total, 1.0 / terms)
+        result = insert_node(graph, node, _aten.view.default, total, list(shape_of(node)))
         if fold != "any" and node.meta["val"].dtype == torch.float16:
-            result = add(graph, node, _aten._to_copy.default, result, dtype=torch.float16)  # noqa: SLF001
+            result = insert_node(graph, node, _aten._to_copy.default, result, dtype=torch.float16)  # noqa: SLF001
     node.replace_all_uses_with(result)
     graph.erase_node(node)
 
@@ -298,13 +300,15 @@ def _split_variance(graph: fx.Graph, node: fx.Node) -> None:
     subtracted = 1 if correction is None else correction
     keep = bool(node.kwargs.get("keepdim", False))
     with graph.inserting_before(node):
-        mean = add(graph, node, _aten.mean.dim, x, dims, True)
-        centered = add(graph, node, _aten.sub.Tensor, x, mean)
-        square = add(graph, node, _aten.mul.Tensor, centered, centered)
-        total = add(graph, node, _aten.sum.dim_IntList, square, dims, keep)
-        variance = add(graph, node, _aten.div.Scalar, total, float(max(count - subtracted, 0)))
+        mean = insert_node(graph, node, _aten.mean.dim, x, dims, True)
+        centered = insert_node(graph, node, _aten.sub.Tensor, x, mean)
+        square = insert_node(graph, node, _aten.mul.Tensor, centered, centered)
+        total = insert_node(graph, node, _aten.sum.dim_IntList, square, dims, keep)
+        variance = insert_node(
+            graph, node, _aten.div.Scalar, total, float(max(count - subtracted, 0))
+        )
         if not keep:
-            mean = add(graph, node, _aten.squeeze.dims, mean, dims)
+            mean = insert_node(graph, node, _aten.squeeze.dims, mean, dims)
     if node.target is _aten.var.correction:
         node.replace_all_uses_with(variance)
     for user in list(node.users):
@@ -313,7 +317,9 @@ def _split_variance(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def add(graph: fx.Graph, template: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+def insert_node(
+    graph: fx.Graph, template: fx.Node, target: Any, *args: Any, **kwargs: Any
+) -> fx.Node:
     """Insert a node at the graph's insertion point, attributed to the module of `template`."""
     inserted = graph.call_function(target, args, kwargs)
     values: Any = fx.map_arg(args, lambda node: node.meta["val"])
@@ -323,8 +329,8 @@ def add(graph: fx.Graph, template: fx.Node, target: Any, *args: Any, **kwargs: A
 
 
 @contextmanager
-def quiet_torch() -> Iterator[None]:
-    """Silence torch's log during a trace: samestep's error describes the failure in one line."""
+def silence_torch_log() -> Iterator[None]:
+    """Context in which torch's log is silent, because samestep's error describes a failed trace."""
     logger = logging.getLogger(LOGGER)
     logger.addFilter(_reject)
     try:

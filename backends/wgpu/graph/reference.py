@@ -1,6 +1,7 @@
 """Reference implementations of the custom operators in torch on the CPU.
 
-Written for clarity, not for speed, and from the operators' definitions, not from the shaders.
+They are written for clarity, not for speed, and from the operators' definitions, not from the
+shaders.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Check a batch's indices against the tables that they index: torch raises errors, a device does
-not.
+"""Check a batch's indices against the tables that they index, because a device raises no error.
 
-Covers inputs, and parts of inputs, that are used as indices directly: token ids in an embedding,
-labels in logits. For computed indices, the device returns NaN instead.
+The check covers inputs, and parts of inputs, that are used as indices directly: token ids in an
+embedding, labels in logits. For computed indices out of range, the device returns NaN.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class OutsideTable(DataError):
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A copy of a traced node without its first argument: lowering changes the graph."""
+    """A copy of a traced node without its first argument, because lowering changes the graph."""
 
     target: Any
     args: tuple[Any, ...]
@@ -77,7 +76,7 @@ class _Lookup:
         array: Name of the input.
         lowest_index: Lowest valid index.
         rows: Rows of the table.
-        ignored: A value that is not looked up.
+        ignored: A value that the loss ignores; None if there is none.
         views: Operators from the input to the indices, in order; empty if the whole input is used.
         module: Description of the module.
     """
@@ -90,8 +89,8 @@ class _Lookup:
     module: str
 
     def first_outside(self, indices: Any) -> tuple[int, tuple[int, ...] | None] | None:
-        """Return the first index outside the table, and the index's position in the input if it has
-        one."""
+        """Return the first index outside the table, and its position in the input, None if it has
+        no position; None if all indices are valid."""
         indices = np.asarray(indices)
         values = self._apply_views(indices)
         is_outside = (values < self.lowest_index) | (values >= self.rows)

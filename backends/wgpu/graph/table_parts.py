@@ -12,7 +12,7 @@ _ROW_MULTIPLE: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class RowPart:
-    """Rows `first` to `end` of a table."""
+    """Rows `first` to `end` - 1 of a table."""
 
     table: str
     first: int

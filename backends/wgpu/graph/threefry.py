@@ -1,4 +1,5 @@
-"""Random numbers as a function of a seed, a draw in the model, and an element's index.
+"""Random numbers as a function of a seed, the number of the draw in the model, and an element's
+index.
 
 Threefry 2x32 with 13 rounds: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as
 1, 2, 3", SC'11. It only adds, rotates and xors 32-bit words, which WGSL supports. Backward can
@@ -20,7 +21,7 @@ Words = NDArray[np.uint32]
 
 
 def words(key: tuple[int, int], site: int, count: int) -> Words:
-    """Return the first word of each of `count` blocks, as uint32; the reference for the shader.
+    """Return the first word of each of `count` blocks, as uint32. Tests compare the shader with it.
 
     Args:
         key: Two 32-bit words, the seed.

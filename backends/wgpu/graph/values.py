@@ -31,11 +31,11 @@ _SCALARS: Final[dict[torch.dtype, Scalar]] = {
 
 HALF_DTYPES: Final = frozenset({torch.float16, torch.bfloat16})
 
-STORED: Final[dict[Scalar, str]] = {"f32": "f32", "i32": "i32", "bool": "u32"}
+BUFFER_TYPES: Final[dict[Scalar, str]] = {"f32": "f32", "i32": "i32", "bool": "u32"}
 """The type of a buffer's elements, 4 bytes each."""
 
 NO_MODULE: Final = "the model's own forward, the loss, or the backward"
-"""Origin of an operator that belongs to no submodule."""
+"""Description of the origin of an operator that belongs to no submodule."""
 _FURTHER_OPERATORS: Final = 7
 """Limit on the further operators without a rule that an error names."""
 _REMEDIES: Final = (
@@ -80,7 +80,7 @@ class NoRule(SamestepError):
 
         Args:
             backend: The backend without a rule.
-            alternative: What to use for the model instead.
+            alternative: The backend that the text recommends.
         """
         description = (
             f"{_operator_text(self)}, which gives shape {list(self.shape)} in {self.module}"
@@ -182,7 +182,7 @@ def _to_int32(value: Any) -> int:
 
 
 def cast(expression: str, source: Scalar, target: Scalar) -> str:
-    """Return a cast as WGSL. NaN is true, as in torch; `!=` would make it false."""
+    """Return a cast as WGSL. NaN becomes true, as in torch; with `!=` it would become false."""
     if source == target:
         return expression
     if target == "bool":

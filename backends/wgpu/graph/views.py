@@ -14,9 +14,9 @@ from backends.wgpu.graph.halves import is_half, is_rounding, is_widening
 from backends.wgpu.graph.index import (
     ZERO,
     Coordinate,
+    as_coordinate,
     broadcast,
     contiguous_strides,
-    plain,
     reshape,
 )
 from backends.wgpu.graph.values import shape_of
@@ -56,7 +56,7 @@ def map_to_source(node: fx.Node, coordinates: Coordinates) -> Coordinates:
 
 
 @dataclass(frozen=True, slots=True)
-class Strided:
+class StridedView:
     """A tensor as a strided view of a buffer; strides and offset are in elements.
 
     With `rounds`, the reader rounds elements to float16.
@@ -68,15 +68,15 @@ class Strided:
     rounds: bool = False
 
 
-def strided(
+def strided_view(
     node: fx.Node, buffers: Collection[fx.Node], *, widens: bool = False, rounds: bool = False
-) -> Strided | None:
+) -> StridedView | None:
     """Return the node as a strided view of the nearest of `buffers`, or None if it is no such view.
 
     Args:
         node: A tensor.
         buffers: Values with a buffer.
-        widens: Whether the reader can widen float16.
+        widens: Whether the reader can widen float16 to float32.
         rounds: Whether the reader can also round an input of the graph to float16.
     """
     chain = []
@@ -96,7 +96,7 @@ def strided(
             tensor = _apply(step, tensor)
     except RuntimeError:
         return None
-    return Strided(base, tuple(tensor.stride()), int(tensor.storage_offset()), rounding)
+    return StridedView(base, tuple(tensor.stride()), int(tensor.storage_offset()), rounding)
 
 
 def _is_input(node: fx.Node) -> bool:
@@ -107,7 +107,7 @@ def _is_input(node: fx.Node) -> bool:
 
 def whole_buffer(node: fx.Node, buffers: Collection[fx.Node]) -> fx.Node | None:
     """Return the buffer that holds exactly this tensor in row-major order, or None."""
-    view = strided(node, buffers)
+    view = strided_view(node, buffers)
     if view is None or view.offset or shape_of(node) == ():
         return view.base if view is not None and shape_of(view.base) in {(), (1,)} else None
     shape = shape_of(node)
@@ -134,8 +134,8 @@ def _apply(step: fx.Node, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _NoStridesError(RuntimeError):
-    """Torch copies in an operator that is a view here, such as flip; the result has no strides over
-    the buffer."""
+    """The result has no strides over the buffer, because torch copies in an operator that is a view
+    here, such as flip."""
 
 
 def _reshape(node: fx.Node, coordinates: Coordinates, shape: tuple[int, ...]) -> Coordinates:
@@ -185,14 +185,16 @@ def _slice(node: fx.Node, coordinates: Coordinates, shape: tuple[int, ...]) -> C
     text = str(coordinates[dim])
     text = f"({text} * {step}u)" if step != 1 else text
     if first_index or step != 1:
-        coordinates[dim] = plain(f"({text} + {first_index}u)" if first_index else text, size)
+        coordinates[dim] = as_coordinate(
+            f"({text} + {first_index}u)" if first_index else text, size
+        )
     return coordinates
 
 
 def _select(node: fx.Node, coordinates: Coordinates, shape: tuple[int, ...]) -> Coordinates:
     dim = _int(node.args[1]) % len(shape)
     index = _int(node.args[2]) % shape[dim]
-    return [*coordinates[:dim], plain(f"{index}u", shape[dim]), *coordinates[dim:]]
+    return [*coordinates[:dim], as_coordinate(f"{index}u", shape[dim]), *coordinates[dim:]]
 
 
 def _flip(node: fx.Node, coordinates: Coordinates, shape: tuple[int, ...]) -> Coordinates:
@@ -200,7 +202,7 @@ def _flip(node: fx.Node, coordinates: Coordinates, shape: tuple[int, ...]) -> Co
         axis = dim % len(shape)
         if shape[axis] > 1:
             flipped = f"({shape[axis] - 1}u - {coordinates[axis]})"
-            coordinates[axis] = plain(flipped, shape[axis])
+            coordinates[axis] = as_coordinate(flipped, shape[axis])
     return coordinates
 
 

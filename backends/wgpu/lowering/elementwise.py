@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from backends.wgpu.graph import threefry
-from backends.wgpu.graph.index import linear, plain
+from backends.wgpu.graph.index import as_coordinate, linear_index
 from backends.wgpu.graph.opaque import KEEP, UNIFORM
 from backends.wgpu.graph.values import NoRule, Scalar, cast, literal, scalar_of
 from backends.wgpu.graph.views import Coordinates
@@ -319,8 +319,8 @@ def _uniform(k: KernelText, node: fx.Node, coords: Coordinates) -> str:
 def _random_word(k: KernelText, seed: object, coords: Coordinates, site: object) -> str:
     """Return an element's random word."""
     assert isinstance(seed, fx.Node)
-    low, high = (k.let(f"u32({k.element(seed, [plain(f'{i}u', 2)])})") for i in (0, 1))
-    return f"threefry({low}, {high}, {linear(coords)}, {site}u)"
+    low, high = (k.let(f"u32({k.element(seed, [as_coordinate(f'{i}u', 2)])})") for i in (0, 1))
+    return f"threefry({low}, {high}, {linear_index(coords)}, {site}u)"
 
 
 ELEMENTWISE: Final[dict[Any, Rule]] = {

@@ -73,7 +73,7 @@ def estimate(plan: Plan, tensor_bytes: Mapping[str, int]) -> Estimate:
     )
     weights = sum(tensor_bytes[name] for name in tensors)
     # A staging buffer has at most twice the size of its content.
-    transfers = constants + 4 * plan.words * plan.at_once + 2 * readback
+    transfers = constants + 4 * plan.words * plan.microbatch_limit + 2 * readback
     return Estimate(weights, sum(plan.slots), transfers, max(sizes, default=(0, "")))
 
 

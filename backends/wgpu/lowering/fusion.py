@@ -30,12 +30,12 @@ from backends.wgpu.graph.opaque import (
 )
 from backends.wgpu.graph.values import elements_of
 from backends.wgpu.graph.views import (
-    Strided,
+    StridedView,
     is_copy,
     is_view,
     needs_buffer,
     source_of,
-    strided,
+    strided_view,
     whole_buffer,
 )
 
@@ -220,9 +220,9 @@ def _is_buffer_worthwhile(node: fx.Node, readers: set[Any], cost: int) -> bool:
 
 def strided_operand(
     operand: fx.Node, buffers: Collection[fx.Node], reader: fx.Node
-) -> Strided | None:
+) -> StridedView | None:
     """Return an operand as a strided view of a buffer that its reader can use, or None."""
-    return strided(operand, buffers, widens=True, rounds=reader.target in MATMULS)
+    return strided_view(operand, buffers, widens=True, rounds=reader.target in MATMULS)
 
 
 def _require_strided_operand(fusion: Fusion, operand: fx.Node, reader: fx.Node) -> None:
@@ -252,7 +252,7 @@ def _limit_reads(fusion: Fusion, node: fx.Node) -> None:
         while is_view(widest) and widest not in fusion.constants:
             widest = source_of(widest)  # a view has no buffer
         _give_buffer(fusion, widest)
-        # Nodes between these two bind fewer buffers now.
+        # Nodes between `widest` and `node` bind fewer buffers now.
         _refresh(fusion, node)
 
 

@@ -31,11 +31,11 @@ PendingKernel = list[fx.Node]
 def fusion_order(
     reads: Mapping[fx.Node, Collection[fx.Node]], early: Collection[fx.Node]
 ) -> Iterator[fx.Node]:
-    """Order values so that fusable values come before values that force a kernel to be emitted.
+    """Order values so that elementwise values, which a pending kernel may absorb, come first.
 
     Args:
         reads: The values that each value reads, in a valid order of computation.
-        early: Values that come first.
+        early: Values that come before all others.
     """
     missing_reads = {
         node: {value for value in sources_read if value in reads}
@@ -95,10 +95,8 @@ class KernelFuser:
                 yield from self._kernels(members)
 
     def add(self, node: fx.Node) -> Iterator[Kernel]:
-        """Add a value; emit the pending kernels whose results the value reads.
-
-        Also emit the value's own kernel if the value cannot be fused.
-        """
+        """Add a value; emit the pending kernels whose results it reads, and the value's own kernel
+        if it can neither be fused nor wait for values to fuse."""
         values_read = self.reads[node]
         group = self._group_for(node)
         if group is not None:

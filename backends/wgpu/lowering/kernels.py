@@ -16,7 +16,13 @@ import torch
 from torch import fx
 
 from backends.wgpu.graph.halves import is_half
-from backends.wgpu.graph.index import Coordinate, broadcast, linear, plain, split
+from backends.wgpu.graph.index import (
+    Coordinate,
+    as_coordinate,
+    broadcast,
+    linear_index,
+    split_index,
+)
 from backends.wgpu.graph.opaque import PARTIAL
 from backends.wgpu.graph.values import (
     HALF_DTYPES,
@@ -27,11 +33,11 @@ from backends.wgpu.graph.values import (
     scalar_of,
     shape_of,
 )
-from backends.wgpu.graph.views import is_copy, is_view, strided
+from backends.wgpu.graph.views import is_copy, is_view, strided_view
 from backends.wgpu.lowering.elementwise import ELEMENTWISE
 from backends.wgpu.lowering.fusion import ATTENTIONS, MATMULS, REDUCTIONS, SCANS, SCATTERS
-from backends.wgpu.lowering.operands import attention_problem, factors
-from backends.wgpu.lowering.placement import PLACEMENT, broadcast_shape, leading_indices
+from backends.wgpu.lowering.indexing import INDEXING, broadcast_shape, leading_indices
+from backends.wgpu.lowering.operands import attention_problem, list_products
 from backends.wgpu.shaders.attention.layout import WORKGROUP_BYTES
 from backends.wgpu.shaders.attention.tiles import attention_shader
 from backends.wgpu.shaders.dispatch import WORKGROUPS_PER_DIMENSION, Shader
@@ -40,8 +46,8 @@ from backends.wgpu.shaders.kernel_text import (
     NotFusable,
     convert_for_storage,
     element_type_of,
+    guard_value,
     round_to_type,
-    where_valid,
 )
 from backends.wgpu.shaders.matmul.shader import (
     ElementForm,
@@ -51,7 +57,7 @@ from backends.wgpu.shaders.matmul.shader import (
     matmul_shader,
     split_into_dispatches,
 )
-from backends.wgpu.shaders.quantized_layout import form_of, refuse_on_the_left
+from backends.wgpu.shaders.quantized_layout import quantized_layout_of, refuse_on_the_left
 
 _aten = torch.ops.aten
 _WORKGROUP: Final = 64
@@ -62,8 +68,8 @@ _LOOP_ITERATIONS: Final = 60_000
 _COOPERATIVE_TERMS: Final = 128
 """A workgroup of a GPU shares sums of at least this many terms."""
 _SUMS: Final = MATMULS | ATTENTIONS | SCATTERS | SCANS | REDUCTIONS
-"""Operators whose sums in half precision torch rounds in its own way."""
-_RULES: Final = {**ELEMENTWISE, **PLACEMENT}
+"""Operators with sums, which torch rounds in its own way in half precision."""
+_RULES: Final = {**ELEMENTWISE, **INDEXING}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +102,7 @@ class Emitter:
         buffers: Values with a buffer.
         constants: Nodes whose values are known.
         cooperative: Whether workgroups share long sums: faster on GPUs, slower on a CPU.
-        matmul: The template of matrix products.
+        matmul: Returns the shader and grid of a matrix product.
         workgroup_bytes: Workgroup memory for attention.
     """
 
@@ -138,7 +144,7 @@ class Emitter:
         if not self.cooperative or node.meta["val"].dtype != torch.float32:
             return False
         if node.target in MATMULS:
-            return len([*factors(node)]) == 1 and len([*self._problems(node)]) == 1
+            return len([*list_products(node)]) == 1 and len([*self._problems(node)]) == 1
         if node.target not in REDUCTIONS:
             return False
         source = node.args[0]
@@ -157,7 +163,8 @@ class Emitter:
             stored_nodes: Members that other kernels read.
 
         Raises:
-            NotFusable: A value reads another value at another index, or is of another kind.
+            NotFusable: A value reads an earlier value at another index, or its operator or dtype
+                cannot be fused.
         """
         for node in members[1:]:
             is_reduction = node.target in REDUCTIONS and members[0].target in REDUCTIONS
@@ -181,7 +188,7 @@ class Emitter:
         for node in elementwise:
             if elements_of(node) != count:
                 raise NotFusable
-            value = text.compute(node, split(plain("i", count), shape_of(node)))
+            value = text.compute(node, split_index(as_coordinate("i", count), shape_of(node)))
             text.registers[node] = "i", text.let(value)
             if node in stored_nodes:
                 text.lines.append(f"e{len(outputs)}[i] = {convert_for_storage(value, node)};")
@@ -191,7 +198,7 @@ class Emitter:
         finish = Epilogue(*text.declarations(), types, body, is_product_stored, text.reads_indices)
         (problem,) = self._problems(product)
         shader, grid = self.matmul(replace(problem, finish=finish))
-        a, b = (self._operand(operand)[1] for operand in next(factors(product))[:2])
+        a, b = (self._operand(operand)[1] for operand in next(list_products(product))[:2])
         writes = (*([product] if finish.is_product_stored else []), *outputs)
         label = " + ".join(map(_label, members))
         return Kernel(shader, (a, b, *text.buffers), writes, grid, label)
@@ -216,9 +223,9 @@ class Emitter:
                     outputs.append(node)
                 continue
             coords = _row_coordinates(shape_of(node), rows, columns)
-            inner = text.scope()
+            inner = text.inner_scope()
             value = inner.compute(node, coords)
-            index = str(linear(coords))
+            index = str(linear_index(coords))
             body += [f"for (var r = local.x; r < {columns}u; r += {_WORKGROUP}u) {{"]
             body += [*inner.lines, f"{name}[{index}] = {convert_for_storage(value, node)};", "}"]
             element = f"{name}[{index}]"
@@ -238,7 +245,7 @@ class Emitter:
         fold = _Reduction.of(node, source)
         if not fold.is_along_rows or (fold.outputs, fold.terms) != sizes:
             raise NotFusable
-        inner = text.scope()
+        inner = text.inner_scope()
         value = inner.element(source, fold.coordinates(), fold.scalar)
         lines = fold.shared_fold(inner.lines, value, f"sum{number}")
         return [
@@ -248,14 +255,14 @@ class Emitter:
 
     def _problems(self, node: fx.Node) -> Iterator[MatmulProblem]:
         """Yield the products of a node, one per dispatch."""
-        for left, right, result in factors(node):
+        for left, right, result in list_products(node):
             a, a_base = self._operand(left)
             b, b_base = self._operand(right)
             refuse_on_the_left(a_base, _label(node))
             batch = shape_of(node)[0] if len(shape_of(node)) == 3 else 1
             (m, k), n = shape_of(left)[-2:], shape_of(right)[-1]
             yield from split_into_dispatches(
-                MatmulProblem(batch, m, k, n, a, b, form_of(b_base), result)
+                MatmulProblem(batch, m, k, n, a, b, quantized_layout_of(b_base), result)
             )
 
     def _text(self) -> KernelText:
@@ -266,7 +273,7 @@ class Emitter:
         text = self._text()
         count = elements_of(node)
         guard, grid = _invocations(count)
-        coords = split(plain("i", count), shape_of(node))
+        coords = split_index(as_coordinate("i", count), shape_of(node))
         value = text.compute(node, coords) if source is None else text.element(source, coords)
         body = [*guard, *text.lines, f"out[i] = {convert_for_storage(value, node)};"]
         return _kernel(text, node, body, grid)
@@ -294,13 +301,13 @@ class Emitter:
         assert isinstance(source, fx.Node)
         text = self._text()
         count, scalar = elements_of(node), scalar_of(node)
-        coords = split(plain("i", count), shape_of(node))
+        coords = split_index(as_coordinate("i", count), shape_of(node))
         if not coords:
             return self._elementwise(node, source)
         axis = operator.index(dim) % len(coords)  # type: ignore[arg-type]
         _refuse_long_loops(node, coords[axis].size)
         last_index = str(coords[axis])
-        coords[axis] = plain("r", coords[axis].size)
+        coords[axis] = as_coordinate("r", coords[axis].size)
         value = text.element(source, coords, scalar)
         guard, grid = _invocations(count)
         loop = f"for (var r = 0u; r <= {last_index}; r++) {{"
@@ -309,8 +316,8 @@ class Emitter:
         return _kernel(text, node, body, grid)
 
     def _scatter(self, node: fx.Node) -> list[Kernel]:
-        """Add source rows to a base: copy the base, then add by column in the order of the source
-        rows.
+        """Generate kernels that copy a base, then add source rows to it by column, in the order of
+        the source rows.
 
         All additions to an element run in one invocation. For enough parallelism, each column is
         divided among invocations by target row.
@@ -332,7 +339,7 @@ class Emitter:
         shares = max(1, min(64, 4096 // max(columns, 1), math.prod(shape[: len(leading)])))
         guard, grid = _invocations(columns * shares)
         text = self._text()
-        at_row = split(plain("r", rows), rows_shape)
+        at_row = split_index(as_coordinate("r", rows), rows_shape)
         row, conditions = "0u", []
         for dim, numbers in enumerate(leading):
             index, is_valid = text.index(numbers, at_row, shape[dim], from_end=True)
@@ -340,10 +347,10 @@ class Emitter:
             conditions.append(is_valid)
         row = text.let(row)
         index_lines = len(text.lines)
-        at_column = split(plain("c", columns), shape[len(leading) :])
+        at_column = split_index(as_coordinate("c", columns), shape[len(leading) :])
         coords = [*at_row, *at_column]
         value = text.element(source, broadcast(coords, shape_of(source)), scalar_of(node))
-        value = where_valid(value, conditions, scalar_of(node))
+        value = guard_value(value, conditions, scalar_of(node))
         body = [*guard, f"let c = i % {columns}u;", f"let share = i / {columns}u;"]
         body += [f"for (var r = 0u; r < {rows}u; r++) {{", *text.lines[:index_lines]]
         body += [f"if ({row} % {shares}u == share) {{", *text.lines[index_lines:]]
@@ -362,11 +369,11 @@ class Emitter:
         axis = operator.index(dim) % len(shape)  # type: ignore[arg-type]
         _refuse_long_loops(node, sizes[axis])
         count = elements_of(node)
-        coords = split(plain("i", count), shape)
+        coords = split_index(as_coordinate("i", count), shape)
         own_index = str(coords[axis])
         start = text.element(base, coords[: len(shape_of(node))], scalar)
         base_lines = len(text.lines)
-        coords[axis] = plain("r", sizes[axis])
+        coords[axis] = as_coordinate("r", sizes[axis])
         bounds = [
             f"{c} < {size}u"
             for d, (c, size) in enumerate(zip(coords, sizes, strict=True))
@@ -374,7 +381,7 @@ class Emitter:
         ]
         coords = coords[: len(shape_of(node))]
         index, is_valid = text.index(numbers, coords, shape[axis])
-        value = where_valid(text.element(source, coords, scalar), [is_valid], scalar)
+        value = guard_value(text.element(source, coords, scalar), [is_valid], scalar)
         guard, grid = _invocations(count)
         body = [*guard, *text.lines[:base_lines], f"var sum = {start};"]
         body += [f"if ({' && '.join(bounds)}) {{"] if bounds else ["{"]
@@ -386,16 +393,18 @@ class Emitter:
         text = self._text()
         count = elements_of(node)
         guard, grid = _invocations(count)
-        value = text.element(base, split(plain("i", count), shape_of(node)), scalar_of(node))
+        value = text.element(
+            base, split_index(as_coordinate("i", count), shape_of(node)), scalar_of(node)
+        )
         return _kernel(text, node, [*guard, *text.lines, f"out[i] = {value};"], grid)
 
     def _products(self, node: fx.Node) -> Iterator[Kernel]:
-        for left, right, result in factors(node):
+        for left, right, result in list_products(node):
             a, a_base = self._operand(left)
             b, b_base = self._operand(right)
             refuse_on_the_left(a_base, _label(node))
             batch = shape_of(node)[0] if len(shape_of(node)) == 3 else 1
-            (m, k), n, form = shape_of(left)[-2:], shape_of(right)[-1], form_of(b_base)
+            (m, k), n, form = shape_of(left)[-2:], shape_of(right)[-1], quantized_layout_of(b_base)
             label = f"{_label(node)} {batch}x{m}x{k}x{n}"
             for part in split_into_dispatches(MatmulProblem(batch, m, k, n, a, b, form, result)):
                 shader, grid = self.matmul(part)
@@ -409,10 +418,12 @@ class Emitter:
         return Kernel(shader, reads, (node,), grid, f"{_label(node)} {sizes}")
 
     def _operand(self, node: fx.Node) -> tuple[Operand, fx.Node]:
-        view = strided(node, self.buffers, widens=True, rounds=True)
+        view = strided_view(node, self.buffers, widens=True, rounds=True)
         assert view is not None, node
         strides = (0, *view.strides) if len(view.strides) == 2 else view.strides
-        is_quantized = form_of(view.base) is not None  # quantized weights are not rounded again
+        is_quantized = (
+            quantized_layout_of(view.base) is not None
+        )  # quantized weights are not rounded again
         form: ElementForm = "f16" if is_half(view.base) else "f32"
         form = "rounded" if view.rounds and not is_quantized else form
         return Operand((strides[0], strides[1], strides[2]), view.offset, form), view.base
@@ -444,7 +455,7 @@ class _Reduction:
         if node.target is PARTIAL:
             parts, name = node.args[2:4]  # type: ignore[assignment]
         if not math.prod(shape):
-            raise NoRule(node, "of nothing: a tensor without elements")
+            raise NoRule(node, "of a tensor without elements")
         return _Reduction(node, shape, dims if shape else (), scalar, name, parts)
 
     @property
@@ -481,8 +492,8 @@ class _Reduction:
         dimension of `i`."""
         outer_dims = [d for d in range(len(self.shape)) if d not in self.dims]
         sizes = [*(self.shape[d] for d in outer_dims), self.parts]
-        outer = split(plain("i", self.outputs), sizes)[:-1]
-        inner = split(plain("r", self.terms), [self.shape[d] for d in self.dims])
+        outer = split_index(as_coordinate("i", self.outputs), sizes)[:-1]
+        inner = split_index(as_coordinate("r", self.terms), [self.shape[d] for d in self.dims])
         coords = dict(zip(outer_dims, outer, strict=True)) | dict(
             zip(self.dims, inner, strict=True)
         )
@@ -517,9 +528,9 @@ class _Reduction:
             better = f"{value} {'>' if self.name == 'argmax' else '<'} best"
             if self.scalar == "f32":  # the first NaN wins, as in torch
                 better = f"!is_nan(best) && ({better} || is_nan({value}))"
-            body = [f"var best = {self.start};", "var place = 0u;", self._loop(), *lines]
-            body += [f"if ({better}) {{ best = {value}; place = r; }}", "}"]
-            return [*body, "out[i] = i32(place);"]
+            body = [f"var best = {self.start};", "var best_index = 0u;", self._loop(), *lines]
+            body += [f"if ({better}) {{ best = {value}; best_index = r; }}", "}"]
+            return [*body, "out[i] = i32(best_index);"]
         if self.part_terms <= 2 * _PARTIAL_TERMS or self.name not in {"sum", "mean"}:
             body = [f"var sum = {self.start};", self._loop(), *lines]
             return [*body, f"sum = {self.fold('sum', value)};", "}", self._store("sum")]
@@ -597,7 +608,10 @@ def _row_coordinates(shape: tuple[int, ...], rows: int, columns: int) -> list[Co
     for axis in range(len(shape) + 1):
         if math.prod(shape[axis:]) == columns and math.prod(shape[:axis]) == rows:
             outer, inner = shape[:axis], shape[axis:]
-            return [*split(plain("i", rows), outer), *split(plain("r", columns), inner)]
+            return [
+                *split_index(as_coordinate("i", rows), outer),
+                *split_index(as_coordinate("r", columns), inner),
+            ]
     raise NotFusable
 
 

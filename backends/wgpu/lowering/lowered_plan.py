@@ -1,7 +1,7 @@
 """Turn a capture into a plan: lower every kind of layer once, then lay out the whole step.
 
-This needs shapes and the module's constants, but no device, so a model's memory can be estimated
-beforehand.
+A plan needs shapes and the module's constants, but no device, so a model's memory can be estimated
+before a run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from backends.wgpu.lowering.plan import Plan, make_plan
 from backends.wgpu.weights.quantized_base import BaseLayout, Forms
 
 
-def lowered_plan(
+def lower_to_plan(
     capture: Capture,
     base: BaseLayout,
     constants: Mapping[str, torch.Tensor],

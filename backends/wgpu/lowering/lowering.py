@@ -22,7 +22,7 @@ from backends.wgpu.lowering.kernels import Emitter, Kernel, MatmulShader, is_kno
 from backends.wgpu.lowering.merging import merge_independent
 from backends.wgpu.shaders.attention.layout import WORKGROUP_BYTES
 from backends.wgpu.shaders.attention.problem import AttentionSizes
-from backends.wgpu.shaders.quantized_layout import QuantizedLayout, set_form
+from backends.wgpu.shaders.quantized_layout import QuantizedLayout, set_quantized_layout
 from protocol.base.errors import SamestepError
 
 _aten = torch.ops.aten
@@ -34,13 +34,13 @@ class Templates:
 
     Attributes:
         cooperative: Whether workgroups share long sums: faster on GPUs, slower on a CPU.
-        matmul: The template of matrix products.
+        matmul: Returns the shader and grid of a matrix product.
         canonical: Whether bits must not depend on the device.
         bindings: Storage buffers that a shader may bind.
         is_float16: Whether products have float16 operands, and float16 values are stored in two
             bytes.
         workgroup_bytes: Workgroup memory for attention; the tuner chooses that of products.
-        microbatches: Limit on small microbatches that are computed together.
+        microbatches: Limit on the number of small microbatches that are computed together.
     """
 
     cooperative: bool
@@ -53,7 +53,7 @@ class Templates:
 
     @property
     def fuses_kernels(self) -> bool:
-        """Whether kernels are fused and merged: on a GPU each dispatch costs a wait."""
+        """Whether kernels are fused and merged, as on a GPU, where each dispatch costs a wait."""
         return self.cooperative and not self.canonical
 
     def merge(self, kernels: Sequence[Kernel]) -> list[Kernel]:
@@ -123,10 +123,10 @@ def lower(
     graph = passes.simplify(graph)
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     for node, form in zip(inputs, forms, strict=False):  # all other inputs have plain storage
-        set_form(node, form)
+        set_quantized_layout(node, form)
     pairs = zip(inputs, constant_inputs, strict=True)
     values = {node: value for node, value in pairs if value is not None}
-    constant_values = passes.constants(graph, values, portable=template.canonical)
+    constant_values = passes.fold_constants(graph, values, portable=template.canonical)
     outputs = _separate_outputs(graph, constant_values)
     nodes = [node for node in graph.graph.nodes if node.op != "output"]
     if template.is_float16:

@@ -17,17 +17,17 @@ from backends.wgpu.shaders.merged_shader import buffer_type, can_merge, merged_s
 
 
 def merge_independent(kernels: Sequence[Kernel], bindings: int) -> list[Kernel]:
-    """Return the same computation in fewer dispatches, in a valid order.
+    """Return the same computation in fewer kernels, in a valid order.
 
     Args:
         kernels: Kernels in a valid order.
         bindings: Storage buffers that a shader may bind.
     """
     groups: list[_Group] = []
-    group_of: dict[fx.Node, int] = {}
+    group_numbers: dict[fx.Node, int] = {}
     for kernel in kernels:
         dependencies = (
-            group_of[node] for node in (*kernel.reads, *kernel.writes) if node in group_of
+            group_numbers[node] for node in (*kernel.reads, *kernel.writes) if node in group_numbers
         )
         first_group = 1 + max(dependencies, default=-1)
         index = next(
@@ -41,7 +41,7 @@ def merge_independent(kernels: Sequence[Kernel], bindings: int) -> list[Kernel]:
         if index == len(groups):
             groups.append(_Group())
         groups[index].add(kernel)
-        group_of |= dict.fromkeys(kernel.writes, index)
+        group_numbers |= dict.fromkeys(kernel.writes, index)
     return [group.kernel() for group in groups]
 
 

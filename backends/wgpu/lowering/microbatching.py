@@ -32,7 +32,7 @@ def enlarge_for_microbatches(plan: Plan, limit: int, has_memory: Callable[[Plan]
     limit = min(limit, _largest_count(plan))
     count = 1 << max(limit, 1).bit_length() - 1
     while count > 1:
-        enlarged = with_slices(plan, count)
+        enlarged = add_slices(plan, count)
         if sum(enlarged.slots) <= ACTIVATIONS_AT_ONCE_BYTES and has_memory(enlarged):
             return enlarged
         count //= 2
@@ -61,7 +61,7 @@ def _is_repeatable(plan: Plan, number: int) -> bool:
     )
 
 
-def with_slices(plan: Plan, count: int) -> Plan:
+def add_slices(plan: Plan, count: int) -> Plan:
     """Return the plan with slices for `count` microbatches."""
     strides = tuple(_stride(plan, number) for number in range(len(plan.locations)))
     slots: dict[int, int] = defaultdict(int)
@@ -77,7 +77,7 @@ def with_slices(plan: Plan, count: int) -> Plan:
         dispatches=dispatches,
         slots=tuple(slots[slot] for slot in range(len(plan.slots))),
         words=_align(4 * plan.words) // 4,
-        at_once=count,
+        microbatch_limit=count,
         strides=strides,
     )
 
@@ -85,7 +85,7 @@ def with_slices(plan: Plan, count: int) -> Plan:
 def _stride(plan: Plan, number: int) -> int:
     """Return the distance between a buffer's slices in bytes."""
     location = plan.locations[number]
-    if location.packed:
+    if location.is_upload:
         return _align(4 * plan.words)
     return _align(plan.nbytes[number]) if location.slot >= 0 else 0
 

@@ -16,7 +16,7 @@ from backends.wgpu.graph.opaque import (
     SUM_OF_PRODUCTS,
 )
 from backends.wgpu.graph.values import scalar_of, shape_of
-from backends.wgpu.graph.views import strided
+from backends.wgpu.graph.views import strided_view
 from backends.wgpu.shaders.attention.problem import (
     AttentionKernel,
     AttentionProblem,
@@ -38,7 +38,7 @@ def attention_problem(
     """Return the node's problem, and its inputs' buffers in the order of bindings."""
     tensors: list[Any] = list(node.args[:-2])
     scale, causal = node.args[-2:]
-    strided_views = [None if x is None else strided(x, buffers, widens=True) for x in tensors]
+    strided_views = [None if x is None else strided_view(x, buffers, widens=True) for x in tensors]
     views = [
         None if x is None else View(x.strides, x.offset, is_half(x.base)) for x in strided_views
     ]
@@ -64,11 +64,11 @@ def attention_problem(
     return problem, tuple(x.base for x in strided_views if x is not None)
 
 
-def factors(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node, Result | None]]:
+def list_products(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node, Result | None]]:
     """Yield (left, right, layout of the product) for each product, in order of execution.
 
-    JOINED_PRODUCTS fills columns of the output product by product; SUM_OF_PRODUCTS adds each
-    product to the previous ones.
+    The node is a product, JOINED_PRODUCTS, each of whose products fills columns of the output, or
+    SUM_OF_PRODUCTS, which adds each product to the previous ones.
     """
     lefts: Any
     rights: Any

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from backends.wgpu.capture.capture import Capture
-from backends.wgpu.graph.halves import words_of
+from backends.wgpu.graph.halves import word_count
 from backends.wgpu.graph.values import elements_of
 from backends.wgpu.lowering.kernels import Kernel
 from backends.wgpu.lowering.layer_kernels import LayerKernels
@@ -31,19 +31,19 @@ _ALIGNMENT_BYTES: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """What a buffer of a plan holds. Exactly one attribute is set.
+    """The content of a plan's buffer. Exactly one attribute is set.
 
     Attributes:
-        tensor: A tensor of the module, by name.
+        tensor: Name of a tensor of the module.
         constant: A value known before the run.
-        slot: Number of a slot, memory that is shared over time.
-        packed: Whether the buffer is the upload of the microbatch.
+        slot: Number of a slot, memory that several buffers use at different times.
+        is_upload: Whether the buffer is the upload of the microbatch.
     """
 
     tensor: str = ""
     constant: torch.Tensor | None = None
     slot: int = -1
-    packed: bool = False
+    is_upload: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +62,15 @@ class Plan:
         dispatches: Dispatches in order.
         locations: Location of each buffer.
         slots: Size of each slot in bytes.
-        packed: Offset of each array and, last, of the seeds in the upload, in words; None if
-            unread.
+        upload_offsets: Offset of each array and, last, of the seeds in the upload, in words; None
+            for an array that no kernel reads.
         words: Size of the upload in words.
         outputs: The buffer of each output; None for an output that is zero.
         elements: Number of elements of each output.
         segments: Segments in order.
         nbytes: Size of each buffer in bytes.
-        at_once: Largest number of microbatches that run together; slots and the upload have a slice
-            for each.
+        microbatch_limit: Largest number of microbatches that run together; slots and the upload
+            have a slice for each.
         strides: For each buffer, the distance in bytes between the slices of consecutive
             microbatches; 0 if all microbatches read the same memory.
     """
@@ -78,13 +78,13 @@ class Plan:
     dispatches: tuple[Dispatch, ...]
     locations: tuple[Location, ...]
     slots: tuple[int, ...]
-    packed: tuple[int | None, ...]
+    upload_offsets: tuple[int | None, ...]
     words: int
     outputs: tuple[int | None, ...]
     elements: tuple[int, ...]
     segments: tuple[Segment, ...]
     nbytes: tuple[int, ...]
-    at_once: int = 1
+    microbatch_limit: int = 1
     strides: tuple[int, ...] = ()
 
 
@@ -105,7 +105,7 @@ def make_plan(
         merge_kernels: Merges consecutive kernels into fewer dispatches.
     """
     builder = _Builder(layers)
-    packed, words = builder.bind_inputs(capture, outer)
+    upload_offsets, words = builder.bind_inputs(capture, outer)
     for _, steps in groupby(outer.steps, type):
         kernels_and_calls = [*steps]
         for kernel in merge_kernels(
@@ -122,7 +122,7 @@ def make_plan(
         tuple(builder.dispatches),
         locations,
         slots,
-        packed,
+        upload_offsets,
         words,
         outputs,
         elements,
@@ -179,7 +179,7 @@ class _Builder:
         seeds, *arrays = varying
         offsets: list[int | None] = []
         offset = 0
-        upload = self.fixed_buffer(Location(packed=True), 0)
+        upload = self.fixed_buffer(Location(is_upload=True), 0)
         for node in (*arrays, seeds):
             if node not in nodes_read or node in outer.constants:
                 offsets.append(None)
@@ -195,7 +195,7 @@ class _Builder:
         """Add a kernel's dispatch, over the buffers of a scope."""
         for node in kernel.writes:
             if node not in scope:
-                scope[node] = self.new_buffer(words_of(node, elements_of(node)))
+                scope[node] = self.new_buffer(word_count(node, elements_of(node)))
         buffers = tuple(scope[node] for node in (*kernel.reads, *kernel.writes))
         self.dispatches.append(Dispatch(kernel.shader, buffers, kernel.grid, kernel.label))
 
@@ -209,7 +209,7 @@ class _Builder:
         self.saved_scopes[step.call] = dict(scope)
         for index, outer_node in step.writes.items():
             inner_node = layer.results[index]
-            words = words_of(inner_node, elements_of(inner_node))
+            words = word_count(inner_node, elements_of(inner_node))
             scope[inner_node] = self.scope[outer_node] = self.new_buffer(words)
         for kernel in layer.forward:
             self.kernel(kernel, scope)
@@ -225,7 +225,7 @@ class _Builder:
             scope[inner] = self.scope[outer]
         for index, outer_node in step.writes.items():
             inner_node = layer.gradients[index]
-            words = words_of(outer_node, elements_of(outer_node))
+            words = word_count(outer_node, elements_of(outer_node))
             if inner_node is None:
                 self.scope[outer_node] = self.fixed_buffer(
                     Location(constant=torch.zeros(words)), words
@@ -297,7 +297,7 @@ def _allocate(
             slot = locations[finished_number].slot
             if slot >= 0:
                 insort(free, (slots[slot], slot))
-    unused_location = Location(slot=0) if slots else Location(packed=True)
+    unused_location = Location(slot=0) if slots else Location(is_upload=True)
     numbered = tuple(
         locations.get(number, unused_location) for number in range(len(builder.nbytes))
     )

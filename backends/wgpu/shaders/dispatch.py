@@ -50,7 +50,7 @@ class Dispatch:
         shader: The shader.
         buffers: Numbers of the plan's buffers, one per binding.
         grid: Workgroups in x, y and z; each at most WORKGROUPS_PER_DIMENSION.
-        label: What the dispatch computes, for errors and measurements.
+        label: Description of the computation, for errors and measurements.
         strides: For several microbatches: per buffer, the distance in bytes between the slices of
             consecutive microbatches; 0 if all microbatches read the same memory.
         microbatches: Number of microbatches that the dispatch processes.

@@ -15,9 +15,9 @@ import torch
 from torch import fx
 
 from backends.wgpu.graph.halves import is_half
-from backends.wgpu.graph.index import Coordinate, broadcast, linear
+from backends.wgpu.graph.index import Coordinate, broadcast, linear_index
 from backends.wgpu.graph.values import (
-    STORED,
+    BUFFER_TYPES,
     NoRule,
     Scalar,
     cast,
@@ -28,7 +28,7 @@ from backends.wgpu.graph.values import (
 )
 from backends.wgpu.graph.views import Coordinates, is_copy, is_view, map_to_source, source_of
 from backends.wgpu.shaders.functions import called_functions
-from backends.wgpu.shaders.quantized_layout import form_of
+from backends.wgpu.shaders.quantized_layout import quantized_layout_of
 
 _NUMBER: Final = re.compile(r"[fi]32\(-?[\d.]+(?:e[+-]?\d+)?\)")
 
@@ -39,7 +39,8 @@ Rule = Callable[["KernelText", fx.Node, Coordinates], str]
 
 
 class NotFusable(Exception):
-    """A value in registers is needed at another index."""
+    """Values cannot be computed in one kernel, for example because a value in registers is read at
+    another index."""
 
 
 class KernelText:
@@ -69,14 +70,15 @@ class KernelText:
         self._terms: dict[str, Terms] = {}
         self._name_count = 0
 
-    def scope(self) -> KernelText:
+    def inner_scope(self) -> KernelText:
         """Return a builder for an inner block, which shares buffers and registers."""
         inner = KernelText(self._rules, self._buffered_values, self._constants)
         inner.buffers, inner.registers = self.buffers, self.registers
         return inner
 
     def let(self, expression: str) -> str:
-        """Bind the expression to a name; literals stay as they are, so that rules can see zeros."""
+        """Bind the expression to a name, and return the name. Names are returned unchanged, and so
+        are literals, so that rules can recognize zeros."""
         if expression.isidentifier() or _NUMBER.fullmatch(expression):
             return expression
         self._name_count += 1
@@ -159,14 +161,14 @@ class KernelText:
         sized_coordinates = [c.with_size(size) for c, size in zip(coordinates, shape, strict=True)]
         if node in self.registers:
             index, value = self.registers[node]
-            if str(linear(sized_coordinates)) != index:
+            if str(linear_index(sized_coordinates)) != index:
                 raise NotFusable
             return self.let(value)
-        form = form_of(node)
+        form = quantized_layout_of(node)
         if form is not None:
             self.reads_indices |= form.uses_table
-            return self.let(f"{self.buffer(node)}_at({linear(sized_coordinates)})")
-        element = f"{self.buffer(node)}[{linear(sized_coordinates)}]"
+            return self.let(f"{self.buffer(node)}_at({linear_index(sized_coordinates)})")
+        element = f"{self.buffer(node)}[{linear_index(sized_coordinates)}]"
         element = f"f32({element})" if is_half(node) else element
         return self.let(f"({element} != 0u)" if scalar_of(node) == "bool" else element)
 
@@ -179,7 +181,7 @@ class KernelText:
         return [
             form.scalar_reader(f"{name}_at", name)
             for node, name in self.buffers.items()
-            if (form := form_of(node)) is not None
+            if (form := quantized_layout_of(node)) is not None
         ]
 
     def module(self, body: Sequence[str], output: fx.Node) -> str:
@@ -211,12 +213,12 @@ class KernelText:
 
 
 def _element_type(node: fx.Node) -> str:
-    return "u32" if form_of(node) is not None else element_type_of(node)
+    return "u32" if quantized_layout_of(node) is not None else element_type_of(node)
 
 
 def element_type_of(node: fx.Node) -> str:
     """Return the element type of a value's buffer."""
-    return "f16" if is_half(node) else STORED[scalar_of(node)]
+    return "f16" if is_half(node) else BUFFER_TYPES[scalar_of(node)]
 
 
 def convert_for_storage(expression: str, node: fx.Node) -> str:
@@ -226,7 +228,7 @@ def convert_for_storage(expression: str, node: fx.Node) -> str:
     return f"select(0u, 1u, {expression})" if scalar_of(node) == "bool" else expression
 
 
-def where_valid(value: str, conditions: Sequence[str], scalar: Scalar) -> str:
+def guard_value(value: str, conditions: Sequence[str], scalar: Scalar) -> str:
     """Guard a value that is read at indices from a buffer.
 
     torch refuses invalid indices; here they give NaN, which halts the step, or the lowest integer,

@@ -1,6 +1,6 @@
 """Read quantized weights in shaders.
 
-A buffer has the layout of `Quantized.packed`: words, then scales. Element i of an int8, int4 or nf4
+A buffer has the layout of `Quantized.pack`: words, then scales. Element i of an int8, int4 or nf4
 buffer is its number times the scale of group `i / group`, one float32 product; bf16 and f16 are
 converted to float32. The bits equal those of `backends.quantization.quantize.dequantize`.
 """
@@ -114,14 +114,14 @@ _VECTOR: dict[Storage, tuple[str, str]] = {
 """WGSL that loads the words of four elements, and that converts them to a vector."""
 
 
-def set_form(node: fx.Node, form: QuantizedLayout | None) -> None:
-    """Set the storage of an input's buffer."""
+def set_quantized_layout(node: fx.Node, form: QuantizedLayout | None) -> None:
+    """Set the quantized layout of an input's buffer; None for plain storage."""
     if form is not None:
         node.meta[_META] = form
 
 
-def form_of(node: fx.Node) -> QuantizedLayout | None:
-    """Return the storage of a value's buffer, or None for its plain dtype."""
+def quantized_layout_of(node: fx.Node) -> QuantizedLayout | None:
+    """Return the quantized layout of a value's buffer, or None for plain storage."""
     form = node.meta.get(_META)
     assert form is None or isinstance(form, QuantizedLayout)
     return form
@@ -134,8 +134,9 @@ def refuse_on_the_left(base: fx.Node, label: str) -> None:
     Raises:
         SamestepError: The operand is quantized.
     """
-    if form_of(base) is not None:
+    layout = quantized_layout_of(base)
+    if layout is not None:
         raise SamestepError(
-            f"expected model.base_dtype float32, got {form_of(base)}: {label} multiplies by a "
+            f"expected model.base_dtype float32, got {layout.storage}: {label} multiplies by a "
             "frozen weight from the left, which quantized storage does not support"
         )

@@ -1,8 +1,8 @@
 """Kernels of subtree sums: copy gradients, add gradients, collect losses.
 
-The kernels process whole buffers, whose sizes are multiples of 16 bytes. So one shader serves
-all tensors, and one dispatch several tensors. The source may be longer than the target; the excess
-is ignored.
+The kernels process whole buffers, whose sizes are multiples of 16 bytes. So one shader serves all
+tensors, and one dispatch processes several tensors. The source may be longer than the target; the
+excess is ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ROW: Final = 32768
 
 @cache
 def _vector_shader(kind: str, statement: str, pairs: int) -> Shader:
-    """Process all pairs in one dispatch; the grid's depth is the number of pairs."""
+    """Return a shader that processes all pairs in one dispatch, whose depth is their number."""
     bindings = [f"var<storage, read> given{n}: array<{kind}>;" for n in range(pairs)]
     bindings += [f"var<storage, read_write> sum{n}: array<{kind}>;" for n in range(pairs)]
     declarations = "\n".join(
@@ -79,9 +79,10 @@ def copy(gradients: Sequence[int], totals: Sequence[int], nbytes: int) -> Dispat
 
 
 def store_losses(loss: int, losses: int, count: int, stride: int, *, first: bool) -> Dispatch:
-    """Append `count` losses, `stride` bytes apart, to the list, whose word 0 is its length."""
+    """Append `count` losses, `stride` bytes apart, to the list, whose word 0 is its length; with
+    `first`, start a new list."""
     shader = _loss_shader("0u" if first else "losses[0]", count, stride // 4)
-    return Dispatch(shader, (loss, losses), (1, 1, 1), "note losses")
+    return Dispatch(shader, (loss, losses), (1, 1, 1), "store losses")
 
 
 def _pair_dispatch(

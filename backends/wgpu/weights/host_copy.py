@@ -1,7 +1,8 @@
 """Release the host's copy of frozen tensors once the device has them.
 
-Traces read only shapes, evaluations run on the device, and only trained tensors are exported. So a
-model whose base is stored in a few bits on the device need not stay on the host in float32.
+Traces read only shapes, evaluations run on the device, and only trained tensors are exported. So
+the host does not need the frozen values, which may take several times as much memory as the
+device's quantized base.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from protocol.base.errors import SamestepError
 
 
 def release(parameter: torch.Tensor) -> None:
-    """Release the values and keep the shape; any later read gets float32 NaN. Integers, which have
-    no NaN and are few, are kept.
+    """Release the values and keep the shape; any later read gets float32 NaN. Integers are not
+    released, since they have no NaN and are small.
     """
     if not parameter.is_floating_point():
         return

@@ -20,10 +20,8 @@ Forms = tuple[QuantizedLayout | None, ...]
 
 
 class BaseLayout:
-    """Which weights are quantized, and in which layout.
-
-    Shapes alone decide, so plans need no values.
-    """
+    """The quantized weights and their layouts. They follow from shapes alone, so plans need no
+    values."""
 
     def __init__(self, module: torch.nn.Module, base_dtype: BaseDtype) -> None:
         self._storage = STORAGE[base_dtype]
@@ -32,7 +30,7 @@ class BaseLayout:
             self._shapes = {
                 name: (parameter.shape[0], parameter.shape[1])
                 for name, parameter in frozen_base(module).items()
-                if parameter.dim() == 2  # experts are refused here
+                if parameter.dim() == 2  # stacks of experts are refused in the trace
             }
 
     def split(self, tables: Tables) -> None:
@@ -71,9 +69,9 @@ class BaseLayout:
 class QuantizedBase(BaseLayout):
     """The quantized weights of the frozen base by name; empty if the base stays float32.
 
-    A weight is quantized when it is uploaded, so the host never holds a quantized base. Until then
-    the weight is kept as read, which takes no memory for a mapped file; the module releases it at
-    once.
+    A weight is quantized when it is uploaded, so the host never stores the quantized base. Until
+    then this object has the weight as it was read, which takes no memory if it is mapped from a
+    file; the module no longer has it.
     """
 
     def __init__(self, module: torch.nn.Module, base_dtype: BaseDtype) -> None:
@@ -92,8 +90,8 @@ class QuantizedBase(BaseLayout):
             self._sources |= {str(part): table[part.first : part.end] for part in tables[name]}
 
     def stored(self, name: str) -> Quantized | None:
-        """Return a weight as it will be uploaded; None if it stays float32 or is uploaded
-        already."""
+        """Return a quantized weight before its upload; None if it stays float32 or has been
+        uploaded."""
         source = self._sources.get(name)
         return None if source is None else quantize_tensor(source, self._storage)
 

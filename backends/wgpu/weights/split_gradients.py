@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from backends.wgpu.graph.passes import add
+from backends.wgpu.graph.passes import insert_node
 from backends.wgpu.graph.table_parts import RowPart, Tables
 from backends.wgpu.graph.values import shape_of
 from protocol.base.errors import SamestepError
@@ -56,7 +56,7 @@ class _Gradient:
         self._part = part
 
     def rows(self) -> fx.Node:
-        """Return the part's rows of the gradient."""
+        """Return the gradient of the part's rows."""
         (output,) = (node for node in self._graph.nodes if node.op == "output")
         with self._graph.inserting_before(output):
             return self._rows_of(self._table_gradient)
@@ -116,4 +116,4 @@ class _Gradient:
         return self._add(_aten.index_put.default, rows, [local_indices], selected, True)
 
     def _add(self, target: Any, *args: Any) -> fx.Node:
-        return add(self._graph, self._table_gradient, target, *args)
+        return insert_node(self._graph, self._table_gradient, target, *args)

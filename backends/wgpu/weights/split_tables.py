@@ -17,10 +17,10 @@ from torch import fx
 from backends.wgpu.capture.capture import Capture
 from backends.wgpu.graph import passes
 from backends.wgpu.graph.opaque import JOINED_PRODUCTS, SUM_OF_PRODUCTS
-from backends.wgpu.graph.passes import add
+from backends.wgpu.graph.passes import insert_node
 from backends.wgpu.graph.table_parts import RowPart, Tables
 from backends.wgpu.graph.values import shape_of
-from backends.wgpu.graph.views import is_view, strided
+from backends.wgpu.graph.views import is_view, strided_view
 from backends.wgpu.weights.split_gradients import split_gradients
 from protocol.base.errors import SamestepError
 from protocol.base.limits import byte_size
@@ -119,7 +119,7 @@ class _Table:
         """Whether a matrix, or each of a batch, is the table or its transpose."""
         if not self._is_of_table(value):
             return False
-        view = strided(value, {self._node})
+        view = strided_view(value, {self._node})
         rows, columns = shape_of(self._node)
         shape = (columns, rows) if transposed else (rows, columns)
         steps = (1, columns) if transposed else (columns, 1)
@@ -138,36 +138,40 @@ class _Table:
         for part, node in [*zip(self._parts, self._nodes, strict=True)][::-1]:
             local_indices = numbers
             if part.first:
-                local_indices = add(self._graph, reader, _aten.sub.Tensor, numbers, part.first)
-            local_indices = add(
+                local_indices = insert_node(
+                    self._graph, reader, _aten.sub.Tensor, numbers, part.first
+                )
+            local_indices = insert_node(
                 self._graph, reader, _aten.clamp.default, local_indices, 0, part.rows - 1
             )
-            rows = add(self._graph, reader, _aten.embedding.default, node, local_indices)
+            rows = insert_node(self._graph, reader, _aten.embedding.default, node, local_indices)
             if value is None:
                 value = rows
                 continue
-            in_part = add(self._graph, reader, _aten.lt.Scalar, numbers, part.end)
-            in_part = add(self._graph, reader, _aten.unsqueeze.default, in_part, -1)
-            value = add(self._graph, reader, _aten.where.self, in_part, rows, value)
+            in_part = insert_node(self._graph, reader, _aten.lt.Scalar, numbers, part.end)
+            in_part = insert_node(self._graph, reader, _aten.unsqueeze.default, in_part, -1)
+            value = insert_node(self._graph, reader, _aten.where.self, in_part, rows, value)
         assert value is not None
         return value
 
     def _columns_by_part(self, reader: fx.Node) -> fx.Node:
         """Compute X @ table^T: columns of the output, part by part."""
         transposed = [
-            add(self._graph, reader, _aten.permute.default, n, [1, 0]) for n in self._nodes
+            insert_node(self._graph, reader, _aten.permute.default, n, [1, 0]) for n in self._nodes
         ]
-        product = add(self._graph, reader, JOINED_PRODUCTS, self._left_operand(reader), transposed)
+        product = insert_node(
+            self._graph, reader, JOINED_PRODUCTS, self._left_operand(reader), transposed
+        )
         return self._shaped(reader, product)
 
     def _sum_over_parts(self, reader: fx.Node) -> fx.Node:
         """Compute G @ table: the sum of the products with the parts, in order."""
         left = self._left_operand(reader)
         lefts = [
-            add(self._graph, reader, _aten.slice.Tensor, left, 1, part.first, part.end)
+            insert_node(self._graph, reader, _aten.slice.Tensor, left, 1, part.first, part.end)
             for part in self._parts
         ]
-        product = add(self._graph, reader, SUM_OF_PRODUCTS, lefts, self._nodes)
+        product = insert_node(self._graph, reader, SUM_OF_PRODUCTS, lefts, self._nodes)
         return self._shaped(reader, product)
 
     def _left_operand(self, reader: fx.Node) -> fx.Node:
@@ -178,9 +182,9 @@ class _Table:
         if len(shape) == 2:
             return left
         flat = [shape[0] * shape[1], shape[2]]
-        return add(self._graph, reader, _aten.reshape.default, left, flat)
+        return insert_node(self._graph, reader, _aten.reshape.default, left, flat)
 
     def _shaped(self, reader: fx.Node, product: fx.Node) -> fx.Node:
         if len(shape_of(reader)) == 2:
             return product
-        return add(self._graph, reader, _aten.reshape.default, product, [*shape_of(reader)])
+        return insert_node(self._graph, reader, _aten.reshape.default, product, [*shape_of(reader)])

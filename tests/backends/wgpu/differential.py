@@ -21,7 +21,7 @@ from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.device.packing import seed_words
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.parity import perturb
-from backends.wgpu.program import VulkanProgram
+from backends.wgpu.program import CompiledProgram
 from protocol.base.errors import SamestepError
 from tests.backends.wgpu.products import small_tiles
 from tests.backends.wgpu.random_programs import MOST_ELEMENTS, Text, data_of, make
@@ -135,7 +135,7 @@ def _run_comparison(
 ) -> str:
     template = _templates(device, as_on_a_card=as_on_a_card)
     try:
-        compiled = VulkanProgram(device, Trainable(blocks, module, loss_of), template, adds=True)
+        compiled = CompiledProgram(device, Trainable(blocks, module, loss_of), template, adds=True)
         with contextlib.closing(compiled):
             batch_list = [
                 Batch({n: value.numpy() for n, value in one.items()}, 1.0) for one in batches

@@ -11,7 +11,7 @@ from backends.wgpu.device.adapters import adapters
 from backends.wgpu.device.device import Device
 from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.lowering.lowering import Templates
-from backends.wgpu.program import VulkanProgram
+from backends.wgpu.program import CompiledProgram
 from protocol.machine.allocator import keep_freed_memory
 from tests.resident_memory import measured_growth
 from worker.models.blocks import cut_into_blocks
@@ -57,7 +57,7 @@ def batch(width=WIDTH):
 
 def program_of(device, module, base_dtype, example):
     template = Templates(not device.adapter.software, MatmulTuner(device).shader)
-    program = VulkanProgram(device, trainable(module, base_dtype), template, adds=True)
+    program = CompiledProgram(device, trainable(module, base_dtype), template, adds=True)
     program.check(example)
     return program
 

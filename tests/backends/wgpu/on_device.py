@@ -12,7 +12,7 @@ from backends.base.interface import Trainable
 from backends.wgpu.device.device import Device
 from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.lowering.lowering import Templates
-from backends.wgpu.program import VulkanProgram
+from backends.wgpu.program import CompiledProgram
 
 
 class Function(nn.Module):
@@ -36,7 +36,7 @@ def on_device(
     """Compute the function on the device; `cooperative` as on a GPU."""
     module = Function(function)
     template = Templates(cooperative=cooperative, matmul=MatmulTuner(device).shader)
-    program = VulkanProgram(device, Trainable((), module, lambda m, a: m(a)), template, adds=True)
+    program = CompiledProgram(device, Trainable((), module, lambda m, a: m(a)), template, adds=True)
     try:
         result = program.forward(tuple(tensors), {})
     finally:

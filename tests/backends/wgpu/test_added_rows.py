@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from backends.wgpu.capture.added_rows import compute_added_rows_apart
+from backends.wgpu.capture.added_rows import compute_added_rows_separately
 from tests.backends.losses.test_vocabulary_loss import add_lora
 from tests.small_heads import TOKEN_LOSS, llama, texts
 
@@ -37,7 +37,7 @@ def test_loss_and_gradients_are_those_of_peft(case):
         if "trainable_tokens_delta" in name:
             torch.nn.init.normal_(each)
     expected_loss, expected = gradients(module)
-    with compute_added_rows_apart(module):
+    with compute_added_rows_separately(module):
         loss, found = gradients(module)
     torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0.0)
     assert any("trainable_tokens_delta" in name for name in expected)
@@ -53,5 +53,5 @@ def test_a_disabled_adapter_is_the_table():
     ids = torch.tensor([[50, 3, 51]])
     with module.disable_adapter(), torch.no_grad():
         expected = module(input_ids=ids).logits
-        with compute_added_rows_apart(module):
+        with compute_added_rows_separately(module):
             assert torch.equal(module(input_ids=ids).logits, expected)

@@ -21,9 +21,9 @@ from backends.wgpu.capture.capture import Capture, capture_forward, capture_step
 from backends.wgpu.graph.opaque import ATTENTION, ATTENTION_KEYS, ATTENTION_QUERIES
 from backends.wgpu.lowering.estimate import estimate
 from backends.wgpu.lowering.fusion import ATTENTIONS
-from backends.wgpu.lowering.lowered_plan import lowered_plan
+from backends.wgpu.lowering.lowered_plan import lower_to_plan
 from backends.wgpu.lowering.lowering import Templates
-from backends.wgpu.program import VulkanProgram
+from backends.wgpu.program import CompiledProgram
 from backends.wgpu.shaders.attention.problem import AttentionSizes
 from backends.wgpu.weights.quantized_base import BaseLayout
 from tests.backends.wgpu.examples import examples
@@ -256,10 +256,10 @@ def assert_fused(module: nn.Module, loss: Any, batch: Batch) -> None:
     assert torch.ops.aten.bmm.default not in operators
 
 
-def trained(device: Any, job: Any, batch: Batch) -> tuple[VulkanProgram, Any]:
+def trained(device: Any, job: Any, batch: Batch) -> tuple[CompiledProgram, Any]:
     """As on a GPU."""
     templates = Templates(cooperative=True, matmul=small_tiles)
-    program = VulkanProgram(device, job, templates, adds=True)
+    program = CompiledProgram(device, job, templates, adds=True)
     program.check(batch)
     return program, gradients(program, batch)
 
@@ -293,7 +293,7 @@ def step_bytes(length: int, *, cooperative: bool) -> int:
     capture = capture_step(module, next_token_loss, names, arrays, templates.fuses)
     constants = dict(module.named_buffers())
     base = BaseLayout(module, "float32")
-    plan = lowered_plan(capture, base, constants, templates, [[*range(1 + len(names))]])
+    plan = lower_to_plan(capture, base, constants, templates, [[*range(1 + len(names))]])
     sizes = {name: 4 * t.numel() for name, t in [*module.named_parameters(), *constants.items()]}
     memory = estimate(plan, sizes)
     return memory.activations + memory.transfers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from backends.wgpu.shaders.attention.barriers import Steps
-from backends.wgpu.shaders.attention.layout import layout_of
+from backends.wgpu.shaders.attention.layout import choose_layout
 from backends.wgpu.shaders.attention.problem import AttentionSizes
 from backends.wgpu.shaders.attention.tiles import attention_shader
 from benchmarks.shader_counts import counts_of
@@ -84,7 +84,7 @@ def test_workgroup_memory_accesses_have_no_bank_conflicts(kernel, size):
 @pytest.mark.parametrize("workgroup_bytes", [SMALLEST, COMMON, 49_152])
 def test_layouts_fit_the_workgroup_memory(kernel, size, workgroup_bytes):
     for rows in (1, 33):
-        layout = layout_of(kernel, AttentionSizes(1, 1, 1, rows, rows, size), workgroup_bytes)
+        layout = choose_layout(kernel, AttentionSizes(1, 1, 1, rows, rows, size), workgroup_bytes)
         assert layout.nbytes <= min(workgroup_bytes, COMMON)
         assert layout.invocations == (64 if rows == 1 else 128)
         assert sum(4 * layout.fours(part) for part in layout.parts) == size
@@ -134,6 +134,6 @@ def test_barrier_in_a_skipped_branch_does_not_count():
         inner.add(["b = 1"], writes=["b"])
         inner.add(["x = b"], reads=["b"])
 
-    steps.choice("if {", body)
+    steps.branch("if {", body)
     steps.add(["a = 1"], writes=["a"])
     assert steps.lines == ["x = a", "if {", "b = 1", BARRIER, "x = b", "}", BARRIER, "a = 1"]

@@ -101,14 +101,14 @@ def total(module: nn.Module, arrays: Any) -> torch.Tensor:
 def test_microbatch_draws_follow_its_seed(device):
     from backends.wgpu.device.matmul_tuning import MatmulTuner
     from backends.wgpu.lowering.lowering import Templates
-    from backends.wgpu.program import VulkanProgram
+    from backends.wgpu.program import CompiledProgram
 
     module = Composites()
     job = trainable(module, total)
     x = np.random.default_rng(0).standard_normal((4, 8, 8)).astype(np.float32)
     batch = Batch({"x": x}, 4.0)
     template = Templates(cooperative=False, matmul=MatmulTuner(device).shader)
-    program = VulkanProgram(device, job, template, adds=True)
+    program = CompiledProgram(device, job, template, adds=True)
     one, two, repeat = (gradients(program, batch, seed) for seed in (1, 2, 1))
     program.close()
     for number, block in enumerate(job.blocks):

@@ -27,7 +27,7 @@ from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.graph.opaque import ATTENTION
 from backends.wgpu.graph.passes import LOGGER
 from backends.wgpu.lowering.lowering import Templates
-from backends.wgpu.program import VulkanProgram
+from backends.wgpu.program import CompiledProgram
 from protocol.base.errors import SamestepError
 from tests.backends.wgpu.small_models import (
     TOKENS,
@@ -174,15 +174,15 @@ def padded(side: str, *, decoder: bool) -> Batch:
 
 
 @pytest.fixture
-def compiled(device) -> Iterator[Callable[..., VulkanProgram]]:
-    programs: list[VulkanProgram] = []
+def compiled(device) -> Iterator[Callable[..., CompiledProgram]]:
+    programs: list[CompiledProgram] = []
 
     def compile_(
         module: nn.Module, loss: Any, *, cooperative: bool, bindings: int = 8
-    ) -> VulkanProgram:
+    ) -> CompiledProgram:
         templates = Templates(cooperative, MatmulTuner(device).shader, bindings=bindings)
         job = trainable(module, loss)
-        programs.append(VulkanProgram(device, job, templates, adds=True))
+        programs.append(CompiledProgram(device, job, templates, adds=True))
         return programs[-1]
 
     yield compile_

@@ -18,7 +18,7 @@ from backends.wgpu.device import arithmetic
 from backends.wgpu.device.adapters import adapters
 from backends.wgpu.lowering.elementwise import ELEMENTWISE
 from backends.wgpu.lowering.lowering import Templates
-from backends.wgpu.program import VulkanProgram
+from backends.wgpu.program import CompiledProgram
 from protocol.base.errors import SamestepError
 from tests.backends.wgpu.products import SMALL_TILES, TILES, product, small_tiles
 from tests.backends.wgpu.small_models import (
@@ -92,7 +92,7 @@ def expected(module: nn.Module, loss: Any, sample_batch: Batch) -> dict[str, tor
 def program_of(device, module, loss, *, precision="float16", cooperative=True):
     templates = Templates(cooperative, small_tiles, bindings=16, is_float16=precision == "float16")
     job = trainable(module, loss, precision=precision)
-    program = VulkanProgram(device, job, templates, adds=True)
+    program = CompiledProgram(device, job, templates, adds=True)
     program.loss_scale = SCALE if precision == "float16" else 1.0
     return job, program
 

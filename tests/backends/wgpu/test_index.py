@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.wgpu.graph.index import broadcast, linear, plain, reshape, split
+from backends.wgpu.graph.index import as_coordinate, broadcast, linear_index, reshape, split_index
 
 UNHURRIED = settings(deadline=None, max_examples=50)
 SIZES = st.lists(st.integers(1, 6), min_size=0, max_size=4)
@@ -23,7 +23,7 @@ def value(text: object, i: int) -> int:
 @UNHURRIED
 @given(SIZES)
 def test_split_index_equals_unravel_index(shape):
-    indices = split(plain("i", math.prod(shape)), shape)
+    indices = split_index(as_coordinate("i", math.prod(shape)), shape)
     for i, coordinates in enumerate(np.ndindex(*shape)):
         assert tuple(value(c, i) for c in indices) == coordinates
 
@@ -31,7 +31,10 @@ def test_split_index_equals_unravel_index(shape):
 @UNHURRIED
 @given(SIZES)
 def test_split_and_join_is_the_identity(shape):
-    assert str(linear(split(plain("i", math.prod(shape)), shape))) in {"i", "0u"}
+    assert str(linear_index(split_index(as_coordinate("i", math.prod(shape)), shape))) in {
+        "i",
+        "0u",
+    }
 
 
 @st.composite
@@ -56,7 +59,7 @@ def regrouped(draw):
 def test_a_reshape_reads_the_same_elements(shapes):
     old, new = shapes
     total = math.prod(old)
-    indices = reshape(split(plain("i", total), old), old, new)
+    indices = reshape(split_index(as_coordinate("i", total), old), old, new)
     numbers = np.arange(total).reshape(new)
     for i in range(total):
         assert numbers[tuple(value(c, i) for c in indices)] == i
@@ -72,14 +75,14 @@ def test_permuted_tensor_uses_its_strides(shapes, random):
     base = np.arange(total).reshape(old)
     view = base.transpose(order).reshape(-1)
     permuted = [old[d] for d in order]
-    indices = split(plain("i", total), permuted)
+    indices = split_index(as_coordinate("i", total), permuted)
     source = [indices[order.index(d)] for d in range(len(old))]
-    address = linear(reshape(source, old, new))
+    address = linear_index(reshape(source, old, new))
     assert [value(address, i) for i in range(total)] == view.tolist()
 
 
 def test_broadcast_dimension_has_index_zero():
-    indices = split(plain("i", 24), [2, 3, 4])
+    indices = split_index(as_coordinate("i", 24), [2, 3, 4])
     assert [str(c) for c in broadcast(indices, [3, 1])] == ["((i / 4u) % 3u)", "0u"]
     assert broadcast(indices, []) == []
 
@@ -91,7 +94,7 @@ def test_slice_of_reshaped_tensor_under_broadcasting(shapes, size):
     old, _ = shapes
     total = math.prod(old)
     size = min(size, total)
-    part = split(plain("i", 4 * size), [4, size])[1]
+    part = split_index(as_coordinate("i", 4 * size), [4, size])[1]
     indices = reshape([part.with_size(total)], [total], old)
     for i in range(4 * size):
         coordinates = np.unravel_index(i % size, old) if old else ()

@@ -13,7 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from backends.wgpu.capture.capture import capture_step
 from backends.wgpu.capture.substitution import named_tensors
 from backends.wgpu.lowering.estimate import FREE_SHARE, estimate
-from backends.wgpu.lowering.lowered_plan import lowered_plan
+from backends.wgpu.lowering.lowered_plan import lower_to_plan
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.weights.quantized_base import BaseLayout
 from tests.backends.wgpu.products import small_tiles
@@ -59,7 +59,7 @@ def account(base_dtype, layers, *, checkpointing):
     tensors = named_tensors(module)
     base = BaseLayout(module, base_dtype)
     constants = {name: t for name, t in tensors.items() if name in dict(module.named_buffers())}
-    plan = lowered_plan(capture, base, constants, templates, [[*range(1 + len(trained))]])
+    plan = lower_to_plan(capture, base, constants, templates, [[*range(1 + len(trained))]])
     sizes = {name: base.nbytes(name) or 4 * t.numel() for name, t in tensors.items()}
     return estimate(plan, sizes)
 

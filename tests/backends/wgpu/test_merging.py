@@ -9,7 +9,7 @@ from torch import nn
 
 from backends.base.interface import Batch
 from backends.wgpu.lowering.lowering import Templates
-from backends.wgpu.program import VulkanProgram
+from backends.wgpu.program import CompiledProgram
 from tests.backends.wgpu.products import small_tiles
 from tests.backends.wgpu.small_models import (
     assert_like_the_cpu,
@@ -50,7 +50,9 @@ def block_loss(module, arrays):
 
 def results(device, job, batch, bindings):
     """Return the gradients, and the number of dispatches."""
-    program = VulkanProgram(device, job, Templates(True, small_tiles, bindings=bindings), adds=True)
+    program = CompiledProgram(
+        device, job, Templates(True, small_tiles, bindings=bindings), adds=True
+    )
     program.check(batch)
     values = gradients(program, batch)
     dispatches = sum(len(ready.plan.dispatches) for ready in program._plans.values())

@@ -16,8 +16,8 @@ from backends.wgpu.canonical.convention import Convention
 from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.lowering.estimate import FREE_SHARE, estimate
 from backends.wgpu.lowering.lowering import Templates
-from backends.wgpu.lowering.microbatching import enlarge_for_microbatches, with_slices
-from backends.wgpu.program import VulkanProgram
+from backends.wgpu.lowering.microbatching import add_slices, enlarge_for_microbatches
+from backends.wgpu.program import CompiledProgram
 from backends.wgpu.shaders.dispatch import Shader
 from backends.wgpu.shaders.repeated import can_repeat, element_bytes, repeat_for_microbatches
 from protocol.base.limits import INVOCATIONS_PER_DISPATCH
@@ -40,10 +40,10 @@ from tests.backends.wgpu.small_models import (
 
 def compiled(  # noqa: PLR0917
     target, job, batch, at_once: int, matmul=small_tiles, largest_bytes=None, **changes: Any
-) -> VulkanProgram:
+) -> CompiledProgram:
     changes = {"cooperative": True} | changes
     template = Templates(matmul=matmul, microbatches=at_once, **changes)
-    program = VulkanProgram(target, job, template, adds=True, largest_bytes=largest_bytes)
+    program = CompiledProgram(target, job, template, adds=True, largest_bytes=largest_bytes)
     program.check(batch)
     return program
 
@@ -84,7 +84,7 @@ def same_bits(
     results = []
     for at_once in (1, room):
         program = compiled(target, make_job(), leaves[0][0], at_once, matmul, **changes)
-        assert {ready.plan.at_once for ready in program._plans.values()} == {at_once}
+        assert {ready.plan.microbatch_limit for ready in program._plans.values()} == {at_once}
         results.append(subtree(program, leaves))
         program.close()
     assert results[0] == results[1]
@@ -97,7 +97,7 @@ def test_microbatches_have_the_bits_that_each_has_alone(device, monkeypatch):
     leaves[5] = (mixed(samples=0), 15)
     alone, four = (compiled(device, job, mixed(), n) for n in (1, 4))
     (ready,) = four._plans.values()
-    assert ready.plan.at_once == 4
+    assert ready.plan.microbatch_limit == 4
     counts = split_into_dispatches(device, monkeypatch)
     for count in (1, 3, 7):
         assert subtree(four, leaves[:count]) == subtree(alone, leaves[:count]), count
@@ -121,39 +121,41 @@ def test_large_microbatches_are_computed_one_by_one(device, monkeypatch):
     program = compiled(device, job, mixed(), 1)
     (plan,) = (ready.plan for ready in program._plans.values())
     memory_bytes = program.estimates[-1].total
-    assert enlarge_for_microbatches(plan, 5, lambda _: True).at_once == 4
+    assert enlarge_for_microbatches(plan, 5, lambda _: True).microbatch_limit == 4
     assert (
         enlarge_for_microbatches(
             plan, 8, lambda candidate: sum(candidate.slots) <= 4 * sum(plan.slots)
-        ).at_once
+        ).microbatch_limit
         == 2
     )
     assert enlarge_for_microbatches(plan, 8, lambda _: False) is plan
-    (repeat,) = (estimate(with_slices(plan, 4), program._weights.nbytes()),)
+    (repeat,) = (estimate(add_slices(plan, 4), program._weights.nbytes()),)
     assert 4 * program.estimates[-1].activations <= repeat.activations < repeat.total
     program.close()
     room = int((memory_bytes + 1000) / (1 - FREE_SHARE))
     monkeypatch.setattr(device, "adapter", replace(device.adapter, memory_bytes=room))
     without_batching = compiled(device, job, mixed(), 4)
-    assert {ready.plan.at_once for ready in without_batching._plans.values()} == {1}
+    assert {ready.plan.microbatch_limit for ready in without_batching._plans.values()} == {1}
     without_batching.close()
     large_dispatch = replace(plan.dispatches[0], grid=(INVOCATIONS_PER_DISPATCH // 64, 1, 1))
     assert (
         enlarge_for_microbatches(
             replace(plan, dispatches=(large_dispatch,)), 8, lambda _: True
-        ).at_once
+        ).microbatch_limit
         == 1
     )
     deep_dispatch = replace(plan.dispatches[0], grid=(1, 1, 20_000))
     assert (
         enlarge_for_microbatches(
             replace(plan, dispatches=(deep_dispatch,) * 2), 8, lambda _: True
-        ).at_once
+        ).microbatch_limit
         == 1
     )
     unread = replace(plan.dispatches[0], shader=Shader("a product of the processor's", 3))
     assert (
-        enlarge_for_microbatches(replace(plan, dispatches=(unread,)), 8, lambda _: True).at_once
+        enlarge_for_microbatches(
+            replace(plan, dispatches=(unread,)), 8, lambda _: True
+        ).microbatch_limit
         == 1
     )
 

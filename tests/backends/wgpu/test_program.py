@@ -25,7 +25,7 @@ from backends.wgpu.graph import threefry
 from backends.wgpu.graph.values import NoRule, combine_errors
 from backends.wgpu.lowering.estimate import FREE_SHARE, Estimate, has_room
 from backends.wgpu.lowering.lowering import Templates
-from backends.wgpu.program import VulkanProgram
+from backends.wgpu.program import CompiledProgram
 from protocol.base.errors import DataError, DeviceError, SamestepError
 from tests.backends.wgpu.small_models import (
     assert_like_the_cpu,
@@ -44,11 +44,11 @@ from worker.tasks.language.causal_lm import token_loss
 
 @pytest.fixture
 def compiled(device) -> Iterator[Any]:
-    programs: list[VulkanProgram] = []
+    programs: list[CompiledProgram] = []
 
-    def compile_(job: Trainable, example: Batch) -> VulkanProgram:
+    def compile_(job: Trainable, example: Batch) -> CompiledProgram:
         template = Templates(not device.adapter.software, MatmulTuner(device).shader)
-        program = VulkanProgram(device, job, template, adds=True)
+        program = CompiledProgram(device, job, template, adds=True)
         programs.append(program)
         program.check(example)
         return program
@@ -59,20 +59,20 @@ def compiled(device) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def of_a_llama(device) -> Iterator[VulkanProgram]:
+def of_a_llama(device) -> Iterator[CompiledProgram]:
     """Shared by tests that do not change it, because a capture takes longer than a step."""
     yield from _compiled(device, trainable(llama(), next_token_loss), text())
 
 
 @pytest.fixture(scope="module")
-def of_a_bert(device) -> Iterator[VulkanProgram]:
+def of_a_bert(device) -> Iterator[CompiledProgram]:
     """The same, with dropout."""
     yield from _compiled(device, trainable(bert(dropout=0.1), class_loss), labeled())
 
 
-def _compiled(device: Any, job: Trainable, example: Batch) -> Iterator[VulkanProgram]:
+def _compiled(device: Any, job: Trainable, example: Batch) -> Iterator[CompiledProgram]:
     template = Templates(not device.adapter.software, MatmulTuner(device).shader)
-    program = VulkanProgram(device, job, template, adds=True)
+    program = CompiledProgram(device, job, template, adds=True)
     program.check(example)
     yield program
     program.close()
@@ -321,7 +321,7 @@ def test_subtree_uses_one_upload_per_microbatch_and_one_readback_per_block(of_a_
 def test_sums_are_added_on_the_host_without_room_or_exactness(device):
     job = trainable(llama(), next_token_loss)
     template = Templates(not device.adapter.software, MatmulTuner(device).shader)
-    inexact = VulkanProgram(device, job, template, adds=False)
+    inexact = CompiledProgram(device, job, template, adds=False)
     assert inexact.gradients([(text(), 0)] * 2).sums is not None
     inexact.close()
     memory = [Estimate(10, 60, 5, (0, ""))]
@@ -336,8 +336,8 @@ def test_held_sums_yield_memory_to_a_plan(device, monkeypatch):
     job = trainable(llama(layers=1), next_token_loss)
     template = Templates(not device.adapter.software, MatmulTuner(device).shader)
 
-    def program() -> VulkanProgram:
-        made = VulkanProgram(device, job, template, adds=True)
+    def program() -> CompiledProgram:
+        made = CompiledProgram(device, job, template, adds=True)
         made.check(small)
         return made
 

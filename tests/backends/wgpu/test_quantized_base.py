@@ -15,7 +15,7 @@ from backends.quantization.quantize import GROUP, quantize, stored_bytes
 from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.lowering.estimate import Estimate, refuse_insufficient_memory
 from backends.wgpu.lowering.lowering import Templates
-from backends.wgpu.program import VulkanProgram
+from backends.wgpu.program import CompiledProgram
 from backends.wgpu.weights.quantized_base import QuantizedBase
 from protocol.base.errors import SamestepError
 from worker.models.blocks import cut_into_blocks
@@ -78,7 +78,7 @@ def test_gradients_are_those_of_the_cpu_with_the_same_weights(device, base_dtype
     )
     reference = EagerBackend("cpu").compile(trainable(copy.deepcopy(module), base_dtype), batch)
     template = Templates(not device.adapter.software, MatmulTuner(device).shader)
-    program = VulkanProgram(device, trainable(module, base_dtype), template, adds=True)
+    program = CompiledProgram(device, trainable(module, base_dtype), template, adds=True)
     program.check(batch)
     expected, on_device = gradients(reference, batch), gradients(program, batch)
     program.close()

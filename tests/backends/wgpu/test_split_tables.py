@@ -14,7 +14,7 @@ from backends.quantization.frozen_base import round_frozen_base
 from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.graph.table_parts import split_rows
 from backends.wgpu.lowering.lowering import Templates
-from backends.wgpu.program import VulkanProgram
+from backends.wgpu.program import CompiledProgram
 from backends.wgpu.weights.host_copy import is_released
 from protocol.base.errors import SamestepError
 from tests.backends.wgpu.small_models import (
@@ -39,7 +39,7 @@ limit."""
 
 def program_of(device, job, batch, largest_bytes=LARGEST):
     template = Templates(not device.adapter.software, MatmulTuner(device).shader)
-    program = VulkanProgram(device, job, template, adds=False, largest_bytes=largest_bytes)
+    program = CompiledProgram(device, job, template, adds=False, largest_bytes=largest_bytes)
     program.check(batch)
     return program
 
@@ -187,8 +187,8 @@ def test_values_are_readable_after_the_host_released_them(device, base_dtype, la
         widened(qwen3_with_lora, tie_word_embeddings=True), next_token_loss, base_dtype=base_dtype
     )
     template = Templates(not device.adapter.software, MatmulTuner(device).shader)
-    program = VulkanProgram(device, job, template, adds=False, largest_bytes=largest_bytes)
-    values = program.hold_values()
+    program = CompiledProgram(device, job, template, adds=False, largest_bytes=largest_bytes)
+    values = program.make_value_reader()
     before = values()
     program.check(short())
     after = values()
@@ -264,7 +264,7 @@ def test_trained_table_is_loaded_and_summed_in_parts(device):
     draws = np.random.default_rng(1)
     values = [draws.normal(0, 0.05, block.elements).astype(np.float32) for block in job.blocks]
     template = Templates(not device.adapter.software, MatmulTuner(device).shader)
-    program = VulkanProgram(device, job, template, adds=True, largest_bytes=LARGEST)
+    program = CompiledProgram(device, job, template, adds=True, largest_bytes=LARGEST)
     program.check(short())
     before = gradients(program, short())
     program.load(values)

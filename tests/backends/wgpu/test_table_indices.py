@@ -16,7 +16,7 @@ from backends.wgpu.capture.capture import capture_step
 from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.graph.table_indices import TableIndices
 from backends.wgpu.lowering.lowering import Templates
-from backends.wgpu.program import VulkanProgram
+from backends.wgpu.program import CompiledProgram
 from protocol.base.errors import DataError
 from tests.backends.wgpu.small_models import gradients
 from worker.models.blocks import cut_into_blocks
@@ -155,7 +155,7 @@ def test_program_refuses_invalid_indices_in_training_and_evaluation(device):
 
     job = Trainable(cut_into_blocks(module), module, loss, evaluate)
     template = Templates(not device.adapter.software, MatmulTuner(device).shader)
-    program = VulkanProgram(device, job, template, adds=True)
+    program = CompiledProgram(device, job, template, adds=True)
     try:
         valid_batch, invalid_batch = Batch(make_arrays(), 2.0), Batch(make_arrays(99), 2.0)
         program.check(valid_batch)

@@ -1,4 +1,4 @@
-"""Insert workgroup barriers exactly where they are needed.
+"""Insert workgroup barriers where steps of a kernel need them.
 
 A kernel is a sequence of steps, each with the arrays that it reads and writes. A barrier precedes a
 step that accesses an array written since the last barrier, or writes an array read since then. This
@@ -45,8 +45,8 @@ class Steps:
             self._writes |= next_round._writes
         self._block(head, body)
 
-    def choice(self, head: str, body: Callable[[Steps], None]) -> None:
-        """Append a branch that either all invocations take or none."""
+    def branch(self, head: str, body: Callable[[Steps], None]) -> None:
+        """Append a branch that is taken either by all invocations or by none."""
         self._block(head, body)
 
     def _block(self, head: str, body: Callable[[Steps], None]) -> None:

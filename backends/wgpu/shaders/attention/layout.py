@@ -102,7 +102,7 @@ class Layout:
         return _VECTOR_BYTES * sum(self.arrays.values())
 
 
-def layout_of(kernel: AttentionKernel, sizes: AttentionSizes, workgroup_bytes: int) -> Layout:
+def choose_layout(kernel: AttentionKernel, sizes: AttentionSizes, workgroup_bytes: int) -> Layout:
     """Return the best layout that fits in `workgroup_bytes`."""
     extent = sizes.keys if kernel == "keys" else sizes.queries
     rows = _ROWS if extent > BLOCK else BLOCK

@@ -20,7 +20,8 @@ _HIDES: Final = "-1e30"
 
 
 def visible_scores(problem: AttentionProblem) -> list[str]:
-    """Declare `on0` to `on3`, four columns each, and `bias0` to `bias3` for an additive mask."""
+    """Return WGSL that declares an invocation's visible scores, `on0` to `on3`, one vec4 of columns
+    per row, and `bias0` to `bias3` for an additive mask."""
     by_key = problem.kernel == "keys"
     sizes, mask = problem.sizes, problem.mask
     rows, columns = (sizes.keys, sizes.queries) if by_key else (sizes.queries, sizes.keys)
@@ -49,13 +50,16 @@ def visible_scores(problem: AttentionProblem) -> list[str]:
     return lines
 
 
-def vote(problem: AttentionProblem, steps: Steps, votes: str, sums: str, invocations: int) -> str:
-    """Open a block that the whole workgroup skips if no weight of the tile is above zero.
+def skip_masked_tile(
+    problem: AttentionProblem, steps: Steps, votes: str, sums: str, invocations: int
+) -> str:
+    """Return the head of a block that the whole workgroup skips if no weight of the tile is above
+    zero.
 
     Args:
         problem: A problem with a mask.
-        steps: Receives the vote. Its variable `highest` has the maxima of the rows so far, or for
-            the keys' kernel the final maxima of the columns.
+        steps: Receives the statements of the vote. Its variable `highest` has the maxima of the
+            rows so far, or for the keys' kernel the final maxima of the columns.
         votes: An array of workgroup memory with a vec4 per invocation.
         sums: An array with an eighth more elements; it may be the same.
         invocations: Invocations of a workgroup.

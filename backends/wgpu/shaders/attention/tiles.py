@@ -1,11 +1,11 @@
 """Tiled attention in workgroup memory: tuned for GPUs, correct on every adapter.
 
 A workgroup owns 64 rows (32 if there are no more): queries or, for the gradients of keys and
-values, keys. It loops over the other side in blocks of 32. Its invocations, 8 across and one per
-four rows down, compute 4 x 4 scores each in registers. The scores become weights (and their
-gradients) in workgroup memory, which are multiplied with the block's vectors into sums that stay in
-registers. Every sum therefore has one order, independent of the layout (see `layout`), and the
-scores are never stored in the device's memory.
+values, keys. It loops over the columns (keys or, for those gradients, queries) in blocks of 32. Its
+invocations, 8 across and one per four rows down, compute 4 x 4 scores each in registers. The scores
+become weights (and their gradients) in workgroup memory. Products of the weights and the block's
+vectors are added to sums that stay in registers. Every sum therefore has one order, independent of
+the layout (see `layout`), and the scores are never stored in the device's memory.
 
 While the product of two tiles is computed, the next tiles are loaded into registers. `barriers`
 inserts the barriers. Rows past the end are read as the last row and not stored, so indices depend
@@ -22,8 +22,8 @@ from typing import Final
 
 from backends.wgpu.graph.values import literal
 from backends.wgpu.shaders.attention.barriers import Steps
-from backends.wgpu.shaders.attention.layout import TILES, WORKGROUP_BYTES, Layout, layout_of
-from backends.wgpu.shaders.attention.mask import ACROSS, BLOCK, visible_scores, vote
+from backends.wgpu.shaders.attention.layout import TILES, WORKGROUP_BYTES, Layout, choose_layout
+from backends.wgpu.shaders.attention.mask import ACROSS, BLOCK, skip_masked_tile, visible_scores
 from backends.wgpu.shaders.attention.problem import AttentionProblem, AttentionSizes, View
 from backends.wgpu.shaders.dispatch import Shader
 
@@ -35,7 +35,7 @@ _MOST_SUMS: Final = 64
 
 def loop_iterations(sizes: AttentionSizes) -> int:
     """Return an upper bound on the loop iterations of one invocation, over all kernels."""
-    layout = layout_of("keys", sizes, WORKGROUP_BYTES)
+    layout = choose_layout("keys", sizes, WORKGROUP_BYTES)
     products = sum(layout.fours(n) // _unroll(layout.fours(n)) for n in layout.parts)
     block = 1 + 2 * products + 2 * len(layout.parts) * ACROSS
     blocks = sizes.heads // sizes.groups * -(-sizes.queries // BLOCK)
@@ -50,7 +50,7 @@ def attention_shader(
     Bindings: query, key, value; the mask, if any; for gradients, the forward's output, grad_output
     and delta; the output. See `backends.wgpu.graph.opaque` for the layout of outputs.
     """
-    kernel = _Kernel(problem, layout_of(problem.kernel, problem.sizes, workgroup_bytes))
+    kernel = _Kernel(problem, choose_layout(problem.kernel, problem.sizes, workgroup_bytes))
     sizes, rows = problem.sizes, kernel.layout.rows
     if problem.kernel == "keys":
         return kernel.shader(kernel.keys()), (-(-sizes.keys // rows), sizes.groups, sizes.batch)
@@ -99,6 +99,8 @@ class _Stage:
 
 
 class _Kernel:
+    """Generates one attention kernel."""
+
     def __init__(self, problem: AttentionProblem, layout: Layout) -> None:
         self.problem, self.sizes, self.layout = problem, problem.sizes, layout
         self.fours = self.sizes.head_size // 4
@@ -287,10 +289,10 @@ class _Kernel:
                 self._stages(inner, stages, loads, end if prefetches_next_block else "")
                 return
             votes = "folds" if self.problem.kernel == "forward" else self.layout.array("weights")
-            head = vote(
+            head = skip_masked_tile(
                 self.problem, inner, votes, self.layout.array("weights"), self.layout.invocations
             )
-            inner.choice(head, lambda inner_steps: self._stages(inner_steps, stages, loads, ""))
+            inner.branch(head, lambda inner_steps: self._stages(inner_steps, stages, loads, ""))
 
         head = f"for (var first_column = {first_column}; first_column < {end}; "
         steps.loop(f"{head}first_column += {BLOCK}u) {{", block)

@@ -2,9 +2,9 @@
 
 On such an adapter an invocation is a lane of a vector register. Loads, one per element, dominate
 the cost; multiplications are cheap. So a subgroup computes a block of `rows` x (`columns` times its
-lanes) outputs: one operand (the *rows*) is loaded once per subgroup and broadcast; each lane loads
-the other (the *lanes*) for its own columns. Two adjacent float32 values are loaded as one u64
-(feature `shader-int64`), which halves the loads.
+lanes) outputs. One operand, the row operand, is loaded once per subgroup and broadcast. Of the
+other, the column operand, each lane loads its own columns. Two adjacent float32 values are loaded
+as one u64 (feature `shader-int64`), which halves the loads.
 
 Either operand can be broadcast (`swap`); sums run over k in order in both cases.
 """
@@ -43,11 +43,13 @@ def lanes_shader(problem: MatmulProblem, lanes: Lanes) -> tuple[Shader, tuple[in
 
 
 class _Kernel:
+    """Generates the shader of one product."""
+
     def __init__(self, problem: MatmulProblem, lanes: Lanes) -> None:
         left, right = sides(problem)
         self.problem, self.lanes = problem, lanes
         self.row, self.column = (right, left) if lanes.swap else (left, right)
-        assert self.row.form is None, "only the operand of the lanes can be quantized"
+        assert self.row.form is None, "expected a quantized operand only on the column side"
         # Distance between outputs along the rows and along the lanes.
         row = problem.result.row
         self.steps = (1, row) if lanes.swap else (row, 1)

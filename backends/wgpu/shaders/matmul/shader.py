@@ -5,9 +5,8 @@ k, each by one `fma`. All variants and tile sizes therefore give the same bits o
 the choice affects speed only. There are no atomics. A long k is split at the same indices for all
 variants, into dispatches that add up their sums in order (`split_into_dispatches`).
 
-The right operand may be stored as bf16, f16, int8 or int4 (see
-`backends.wgpu.shaders.quantized_layout`): it is dequantized on
-loading; sums are float32.
+The right operand may be quantized (see `backends.wgpu.shaders.quantized_layout`): it is dequantized
+on loading, and sums are float32.
 """
 
 from __future__ import annotations

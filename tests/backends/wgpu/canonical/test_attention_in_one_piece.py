@@ -14,7 +14,7 @@ from backends.wgpu.canonical.convention import Convention
 from backends.wgpu.canonical.host import CpuTarget, product_shader
 from backends.wgpu.device.target import ComputeTarget
 from backends.wgpu.lowering.lowering import Templates
-from backends.wgpu.program import VulkanProgram
+from backends.wgpu.program import CompiledProgram
 from backends.wgpu.shaders.attention.problem import AttentionSizes
 from tests.backends.wgpu.on_device import Function
 from tests.backends.wgpu.products import small_tiles
@@ -26,7 +26,7 @@ _SEPARATE = Convention(fused=False)
 
 @dataclass(frozen=True, slots=True)
 class _Fused(Templates):
-    """Fuses attention of any size."""
+    """AttentionPolicy attention of any size."""
 
     def fuses(self, sizes: AttentionSizes) -> bool:
         del sizes
@@ -46,7 +46,7 @@ def _on(target: ComputeTarget, template: Templates) -> list[torch.Tensor]:
     draw = torch.Generator().manual_seed(0)
     operands = [torch.randn((1, 2, 45, 20), generator=draw) for _ in range(4)]
     task = Trainable((), Function(_attention), lambda m, a: m(a))
-    program = VulkanProgram(target, task, template, adds=False)
+    program = CompiledProgram(target, task, template, adds=False)
     try:
         results: list[torch.Tensor] = [*program.forward(tuple(operands), {})]
     finally:

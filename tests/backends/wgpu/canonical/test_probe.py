@@ -35,8 +35,8 @@ def test_deviating_kernel_is_named(device: Device, monkeypatch: pytest.MonkeyPat
     from backends.wgpu.canonical import wgsl_text
     from backends.wgpu.canonical.vulkan import CanonicalDevice
 
-    worse = wgsl_text._CORRECTED.replace("q, rest != 0u);", "q + 2u, rest != 0u);")
-    monkeypatch.setattr(wgsl_text, "_CORRECTED", worse)
+    worse = wgsl_text._CORRECTED_FUNCTIONS.replace("q, rest != 0u);", "q + 2u, rest != 0u);")
+    monkeypatch.setattr(wgsl_text, "_CORRECTED_FUNCTIONS", worse)
     convention = Convention(fused=False)
     target = CanonicalDevice(device, convention)
     difference = first_difference(target, MatmulTuner(device).shader, convention)

@@ -9,10 +9,10 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from backends.wgpu.graph.index import ZERO, plain
+from backends.wgpu.graph.index import ZERO, as_coordinate
 from backends.wgpu.graph.values import NoRule, Scalar, literal, scalar_of, shape_of
 from backends.wgpu.graph.views import Coordinates
-from backends.wgpu.shaders.kernel_text import KernelText, Rule, where_valid
+from backends.wgpu.shaders.kernel_text import KernelText, Rule, guard_value
 
 _aten = torch.ops.aten
 
@@ -21,7 +21,7 @@ def _embedding(k: KernelText, node: fx.Node, coords: Coordinates) -> str:
     table, numbers = node.args[:2]
     assert isinstance(table, fx.Node)
     row, is_valid = k.index(numbers, coords[:-1], shape_of(table)[0])
-    return where_valid(k.element(table, [row, coords[-1]]), [is_valid], scalar_of(node))
+    return guard_value(k.element(table, [row, coords[-1]]), [is_valid], scalar_of(node))
 
 
 def _gather(k: KernelText, node: fx.Node, coords: Coordinates) -> str:
@@ -32,7 +32,7 @@ def _gather(k: KernelText, node: fx.Node, coords: Coordinates) -> str:
     axis = operator.index(dim) % len(coords)  # type: ignore[arg-type]
     coords = [*coords]
     coords[axis], is_valid = k.index(numbers, coords, shape_of(source)[axis])
-    return where_valid(k.element(source, coords), [is_valid], scalar_of(node))
+    return guard_value(k.element(source, coords), [is_valid], scalar_of(node))
 
 
 def _index(k: KernelText, node: fx.Node, coords: Coordinates) -> str:
@@ -42,7 +42,7 @@ def _index(k: KernelText, node: fx.Node, coords: Coordinates) -> str:
     shape = shape_of(source)
     rows = [k.index(x, coords[:count], shape[i], from_end=True) for i, x in enumerate(leading)]
     value = k.element(source, [*(row for row, _ in rows), *coords[count:]])
-    return where_valid(value, [is_valid for _, is_valid in rows], scalar_of(node))
+    return guard_value(value, [is_valid for _, is_valid in rows], scalar_of(node))
 
 
 def leading_indices(node: fx.Node, indices: Any) -> tuple[list[fx.Node], int]:
@@ -92,15 +92,13 @@ def _clamped_element(  # noqa: PLR0917
     scalar: Scalar,
     step: int = 1,
 ) -> str:
-    """Read an element of a part that covers every `step`-th index from `start`.
-
-    Other indices are clamped.
-    """
+    """Return an element of a part that covers every `step`-th index from `start`; other indices are
+    clamped."""
     coordinates = [*coords]
     if start or size != coords[dim].size:
         offset = f"(i32({coords[dim]}) - {start})"
         text = f"u32(clamp({offset if step == 1 else f'{offset} / {step}'}, 0, {size - 1}))"
-        coordinates[dim] = plain(k.let(text), size)
+        coordinates[dim] = as_coordinate(k.let(text), size)
     return k.element(part, coordinates, scalar)
 
 
@@ -147,7 +145,7 @@ def _pad(k: KernelText, node: fx.Node, coords: Coordinates) -> str:
             continue
         source_index = k.let(f"(i32({coords[dim]}) - ({pad_before}))")
         conditions.append(f"{source_index} >= 0 && {source_index} < {sizes[dim]}")
-        source_coords[dim] = plain(
+        source_coords[dim] = as_coordinate(
             k.let(f"u32(clamp({source_index}, 0, {sizes[dim] - 1}))"), sizes[dim]
         )
     element = k.element(source, source_coords, scalar)
@@ -157,7 +155,7 @@ def _pad(k: KernelText, node: fx.Node, coords: Coordinates) -> str:
 
 
 def _scatter(k: KernelText, node: fx.Node, coords: Coordinates) -> str:
-    """Scatter along a dimension that has one index for each position in the other dimensions."""
+    """Return an element of a scatter with one index for each position in the other dimensions."""
     scalar = scalar_of(node)
     base, dim, numbers, value = node.args
     assert isinstance(base, fx.Node)
@@ -175,10 +173,10 @@ def _scatter(k: KernelText, node: fx.Node, coords: Coordinates) -> str:
         k.element(value, row, scalar) if isinstance(value, fx.Node) else literal(value, scalar)
     )
     result = f"select({k.element(base, coords, scalar)}, {new_value}, {index} == {coords[axis]})"
-    return where_valid(result, [is_valid], scalar)
+    return guard_value(result, [is_valid], scalar)
 
 
-PLACEMENT: Final[dict[Any, Rule]] = {
+INDEXING: Final[dict[Any, Rule]] = {
     _aten.embedding.default: _embedding,
     _aten.gather.default: _gather,
     _aten.index.Tensor: _index,
