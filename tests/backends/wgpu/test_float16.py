@@ -196,7 +196,7 @@ def test_float16_round_trip_through_float32(device, backend, monkeypatch):
     del backend
     assert arithmetic.count_changed_float16(device) == 0
     clamped = arithmetic._NARROWING.source.replace(
-        "f16(given[id.x])", "f16(clamp(given[id.x], -65504.0, 65504.0))"
+        "f16(values[id.x])", "f16(clamp(values[id.x], -65504.0, 65504.0))"
     )
     monkeypatch.setattr(arithmetic, "_NARROWING", replace(arithmetic._NARROWING, source=clamped))
     assert arithmetic.count_changed_float16(device) >= 2, "infinities became numbers"
