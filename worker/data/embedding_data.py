@@ -25,7 +25,13 @@ from worker.data.language_data import (
     digest_disk_arrays,
     documents_digest,
 )
-from worker.models.tokens import Tokens, encode_cut, load_tokenizer, sampling_stride, unknown_in
+from worker.models.tokens import (
+    Tokens,
+    encode_cut,
+    load_tokenizer,
+    measure_unknown_tokens,
+    sampling_stride,
+)
 
 PADDING_TOKENS: Final = 16
 """Batch widths are a multiple of this, or `max_tokens`: few shapes, and little padding."""
@@ -143,7 +149,9 @@ def read_embedding_data(spec: EmbedRun) -> EmbeddingData:
             "duplicates_removed": groups.duplicates,
             **bad_rows_note(groups, validation),
             "texts_truncated": truncated,
-            "unknown_tokens_per_thousand": unknown_in(tokenizer, table.texts[::sampling_interval]),
+            "unknown_tokens_per_thousand": measure_unknown_tokens(
+                tokenizer, table.texts[::sampling_interval]
+            ),
             **({} if validation is None else count_overlap(groups.documents, validation.documents)),
         },
     )

@@ -26,7 +26,13 @@ from protocol.spec.sections.data import ClassWeights, DataSpec, Problem
 from worker.data import holdout
 from worker.data.disk_arrays import DiskArrays
 from worker.data.language_data import bad_rows_note, count_overlap, digest_disk_arrays
-from worker.models.tokens import Tokens, encode_cut, load_tokenizer, sampling_stride, unknown_in
+from worker.models.tokens import (
+    Tokens,
+    encode_cut,
+    load_tokenizer,
+    measure_unknown_tokens,
+    sampling_stride,
+)
 
 PADDING_TOKENS: Final = 16
 """Batch widths are a multiple of this, or `max_tokens`: few shapes, and little padding."""
@@ -167,7 +173,7 @@ def read_labeled_texts(spec: ClassifyRun) -> LabeledTexts:
             "duplicates_removed": data.duplicates,
             **bad_rows_note(data, validation),
             "texts_truncated": truncated,
-            "unknown_tokens_per_thousand": unknown_in(tokenizer, sampled_texts),
+            "unknown_tokens_per_thousand": measure_unknown_tokens(tokenizer, sampled_texts),
             **(count_overlap(data.texts, validation.texts) if validation.texts else {}),
             **label_notes,
         },

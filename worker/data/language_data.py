@@ -42,10 +42,10 @@ from worker.models.tokens import (
     answer_ends,
     load_tokenizer,
     marks_around_text,
+    measure_unknown_tokens,
+    measure_unknown_tokens_in_sample,
     sampling_stride,
     train_tokenizer,
-    unknown_in,
-    unknown_per_thousand,
 )
 
 _CONVERSATIONS_PER_CALL: Final = 256
@@ -143,7 +143,7 @@ def _read_running_text(spec: ModelRun, data: DataSpec, fraction: float) -> Langu
             "duplicates_removed": corpus.duplicates,
             **bad_rows_note(corpus, validation),
             "train_tokens": streams[0].tokens.elements,
-            "unknown_tokens_per_thousand": unknown_per_thousand(tokenizer, train),
+            "unknown_tokens_per_thousand": measure_unknown_tokens_in_sample(tokenizer, train),
             **_overlap_note(documents, validation_documents),
             **_packed_notes(train_samples),
         },
@@ -313,7 +313,7 @@ def _read_conversations(
             "duplicates_removed": rows.duplicates,
             **bad_rows_note(rows, validation, refused=bad_rows.count),
             **_conversation_notes(*encoded_splits),
-            "unknown_tokens_per_thousand": unknown_in(tokenizer, sampled_texts),
+            "unknown_tokens_per_thousand": measure_unknown_tokens(tokenizer, sampled_texts),
             **_overlap_note(rows.documents, validation_documents),
             **_packed_notes(samples[0]),
         },

@@ -32,8 +32,8 @@ from worker.models.tokens import (
     IGNORED_LABEL,
     Tokens,
     load_tokenizer,
+    measure_unknown_tokens,
     sampling_stride,
-    unknown_in,
 )
 
 _PADDING_TOKENS: Final = 16
@@ -97,7 +97,7 @@ def read_preference_data(spec: DpoRun) -> PreferenceData:
             "duplicates_removed": rows.duplicates,
             "pairs.truncated_pairs": pairs.truncated_pairs,
             "left_out_as_no_answer_fits": pairs.left_out_pairs,
-            "unknown_tokens_per_thousand": unknown_in(
+            "unknown_tokens_per_thousand": measure_unknown_tokens(
                 tokenizer, (rows[n].chosen.messages[-1].content for n in sampled_rows)
             ),
             **notes,

@@ -29,7 +29,13 @@ from worker.data.language_data import (
     digest_disk_arrays,
     documents_digest,
 )
-from worker.models.tokens import IGNORED_LABEL, Tokens, load_tokenizer, sampling_stride, unknown_in
+from worker.models.tokens import (
+    IGNORED_LABEL,
+    Tokens,
+    load_tokenizer,
+    measure_unknown_tokens,
+    sampling_stride,
+)
 
 _PADDING_TOKENS: Final = 16
 """Batch widths are a multiple of this, or `max_tokens`: few shapes, and little padding."""
@@ -249,7 +255,7 @@ def _encode_and_split(
             "duplicates_removed": rows.duplicates,
             **bad_rows_note(rows, validation),
             "texts_truncated": truncated,
-            "unknown_tokens_per_thousand": unknown_in(
+            "unknown_tokens_per_thousand": measure_unknown_tokens(
                 tokenizer, (text for n, text in enumerate(texts) if n % sampling_interval == 0)
             ),
             **({} if validation is None else count_overlap(rows.documents, validation.documents)),

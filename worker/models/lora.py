@@ -362,14 +362,20 @@ def head_modules(model: torch.nn.Module) -> list[str]:
     ]
 
 
-def modules_drawn(drawn_names: Collection[str], heads: Sequence[str]) -> tuple[str, ...]:
-    """Return the sorted names of the modules that hold these parameters, except those in a head."""
+def list_new_modules(drawn_names: Collection[str], heads: Sequence[str]) -> tuple[str, ...]:
+    """Return the sorted names of the modules of these parameters, except those in a head.
+
+    Args:
+        drawn_names: Names of the parameters that the checkpoint lacks, which are initialized at
+            random.
+        heads: Names of the head's modules.
+    """
     owners = {owner_of(name) for name in drawn_names}
     return tuple(sorted(owner for owner in owners if owner.partition(".")[0] not in heads))
 
 
 def owner_of(parameter: str) -> str:
-    """Return the name of the module that holds a parameter."""
+    """Return the name of a parameter's module."""
     return parameter.rpartition(".")[0]
 
 

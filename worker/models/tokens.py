@@ -163,13 +163,13 @@ def check_tokens(highest_token: int, vocabulary: int) -> None:
         )
 
 
-def unknown_per_thousand(tokenizer: Any, texts: Sequence[str]) -> int:
+def measure_unknown_tokens_in_sample(tokenizer: Any, texts: Sequence[str]) -> int:
     """Return the unknown tokens per thousand in an evenly spaced sample of the texts.
 
     Raises:
-        DataError: See `unknown_in`.
+        DataError: See `measure_unknown_tokens`.
     """
-    return unknown_in(tokenizer, [*texts[:: sampling_stride(len(texts))]])
+    return measure_unknown_tokens(tokenizer, [*texts[:: sampling_stride(len(texts))]])
 
 
 def sampling_stride(count: int) -> int:
@@ -177,7 +177,7 @@ def sampling_stride(count: int) -> int:
     return -(-count // SAMPLE_TEXTS)
 
 
-def unknown_in(tokenizer: Any, texts: Iterable[str]) -> int:
+def measure_unknown_tokens(tokenizer: Any, texts: Iterable[str]) -> int:
     """Return the unknown tokens per thousand in the beginnings of these texts.
 
     Raises:

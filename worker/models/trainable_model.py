@@ -17,7 +17,7 @@ from protocol.spec.manifest import Block, Export
 from protocol.spec.sections.model import LoraSpec, ModelSpec
 from worker.models import pretrained
 from worker.models.blocks import cut_into_blocks
-from worker.models.lora import Lora, TaskType, head_modules, modules_drawn, owner_of
+from worker.models.lora import Lora, TaskType, head_modules, list_new_modules, owner_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class TrainableModel:
         classifier_heads = (
             head_modules(loaded.model) if task_type in ("SEQ_CLS", "TOKEN_CLS") else []
         )
-        new_modules = modules_drawn(loaded.drawn_parameters, classifier_heads)
+        new_modules = list_new_modules(loaded.drawn_parameters, classifier_heads)
         if lora is None:
             reported_modules = () if classifier_heads else new_modules
             return TrainableModel(

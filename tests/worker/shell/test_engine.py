@@ -103,9 +103,9 @@ class Device:
     """An engine and its reports."""
 
     def __init__(self):
-        self.toolbox = BackendFactory()
+        self.factory = BackendFactory()
         self.events: queue.Queue[events.Event] = queue.Queue()
-        self.engine = Engine(self.toolbox, self.events.put)
+        self.engine = Engine(self.factory, self.events.put)
 
     def next_event(self):
         return self.events.get(timeout=PATIENCE_S)
@@ -125,16 +125,16 @@ class Device:
 def device():
     new_device = Device()
     yield new_device
-    new_device.toolbox.gate.set()
+    new_device.factory.gate.set()
     new_device.engine.close()
     assert all(thread.name != "engine" for thread in threading.enumerate())
 
 
 def test_device_is_opened_without_a_task_and_only_failures_are_reported(device):
-    device.toolbox.missing = error = BackendUnavailable("cuda", "no driver")
+    device.factory.missing = error = BackendUnavailable("cuda", "no driver")
     device.engine.do(act.OpenDevice())
     assert device.next_event() == events.DeviceFailed(error)
-    device.toolbox.missing = None
+    device.factory.missing = None
     device.engine.do(act.OpenDevice())
     device.engine.do(act.Build("run", SPEC, keep_state=False))
     assert isinstance(device.next_event(), events.Built)
@@ -211,15 +211,15 @@ def test_subtree_sums_follow_the_tree(device):
 
 def test_cancel_abandons_current_and_pending_subtrees(device):
     device.build()
-    device.toolbox.reached.clear()
-    device.toolbox.gate.clear()
+    device.factory.reached.clear()
+    device.factory.gate.clear()
     device.engine.do(act.Compute(StepId(0, 0), 4, Subtree(0, 2)))
     device.engine.do(act.Compute(StepId(0, 0), 4, Subtree(2, 4)))
     device.engine.do(act.Evaluate(0, 1))
-    assert device.toolbox.reached.wait(PATIENCE_S)
+    assert device.factory.reached.wait(PATIENCE_S)
     device.engine.do(act.CancelWork())
     device.engine.do(act.Compute(StepId(0, 1), 4, Subtree(0, 1)))
-    device.toolbox.gate.set()
+    device.factory.gate.set()
     subtree_done, earlier_events = device.until(events.SubtreeDone)
     assert (subtree_done.step_id, subtree_done.subtree) == (StepId(0, 1), Subtree(0, 1))
     assert all(event.step_id == StepId(0, 1) for event in earlier_events)
@@ -276,11 +276,11 @@ def test_equal_spec_reuses_the_task_at_its_initial_state(device):
     device.engine.do(act.Apply(list(ONES), SCALARS))
     device.until(events.Applied)
     second = device.build(run_id="second")
-    assert device.toolbox.built == 1
+    assert device.factory.built == 1
     assert second.state_digest == first.state_digest
     assert second.run_id == "second"
     device.build(SPEC.model_copy(update={"seed": 5}))
-    assert device.toolbox.built == 2
+    assert device.factory.built == 2
 
 
 @pytest.mark.parametrize("is_evaluated", [False, True])
@@ -312,23 +312,23 @@ def test_evaluation_of_a_part_is_reported(device):
 
 
 def test_unbuildable_task_is_reported_and_the_next_may_build(device):
-    device.toolbox.failure = DataError("no such file")
+    device.factory.failure = DataError("no such file")
     device.engine.do(act.Build("run", SPEC, keep_state=False))
     failure = device.next_event()
     assert isinstance(failure, events.BuildFailed)
     assert str(failure.error) == "no such file"
     assert not failure.is_local
-    device.toolbox.failure = None
+    device.factory.failure = None
     device.build()
 
 
 def test_refusal_of_a_device_is_local(device):
-    device.toolbox.backend().refusal = SamestepError("too large")
+    device.factory.backend().refusal = SamestepError("too large")
     device.engine.do(act.Build("run", SPEC, keep_state=False))
     failure = device.next_event()
     assert isinstance(failure, events.BuildFailed)
     assert (str(failure.error), failure.is_local) == ("too large", True)
-    device.toolbox.backend().refusal = None
+    device.factory.backend().refusal = None
     device.build()
 
 
@@ -360,7 +360,7 @@ def test_library_error_while_building_is_one_line(device):
             True,
         ),
     ):
-        device.toolbox.failure = library_error
+        device.factory.failure = library_error
         device.engine.do(act.Build("run", SPEC, keep_state=False))
         failure = device.next_event()
         assert isinstance(failure, events.BuildFailed)
@@ -369,17 +369,17 @@ def test_library_error_while_building_is_one_line(device):
         assert expected_text in message
         assert (" is free: close other programs, add memory or swap" in message) is is_local
         assert (failure.is_local, failure.error.exit_code) == (is_local, 1 if is_local else 2)
-    device.toolbox.failure = None
+    device.factory.failure = None
     device.build()
 
 
 def test_insufficient_host_memory_is_local(device):
-    device.toolbox.failure = MainMemoryTooSmall(2, 1)
+    device.factory.failure = MainMemoryTooSmall(2, 1)
     device.engine.do(act.Build("run", SPEC, keep_state=False))
     failure = device.next_event()
     assert isinstance(failure, events.BuildFailed)
     assert failure.is_local
-    device.toolbox.failure = None
+    device.factory.failure = None
     device.build()
 
 
