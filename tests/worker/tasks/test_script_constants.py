@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ SCALE = 2.0
 MODE = "huber"
 DATA_DIRECTORY = "/data/a"
 RANK = 3
-CONFIG = {"alpha": 0.5, "unused": 1, "device": "cuda", "weights": {"first": 1}}
+CONFIG: dict[str, Any] = {"alpha": 0.5, "unused": 1, "device": "cuda", "weights": {"first": 1}}
 ARGUMENTS = argparse.Namespace(beta=0.25, output="out-1", batch=8)
 CLASS_WEIGHTS = torch.tensor([1.0, 3.0])
 CRITERION = nn.L1Loss()
