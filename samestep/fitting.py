@@ -220,6 +220,11 @@ def _check_build(build: object) -> Callable[..., object]:
             "fit: expected a call outside torch.inference_mode, got one inside it, where tensors "
             "have no gradient: call fit before or after it"
         )
+    if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        raise UsageError(
+            "fit: expected a call outside torch.autocast, got one inside it, where it would not "
+            'affect training: write fit(..., precision="bfloat16") or "float16"'
+        )
     return build
 
 

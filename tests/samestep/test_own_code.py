@@ -151,6 +151,16 @@ def test_fit_inside_of_inference_mode_is_named():
         samestep.fit(fit_task, steps=1)
 
 
+def test_fit_inside_of_autocast_is_refused():
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(
+            samestep.SamestepError, match=r"outside torch.autocast, .*precision=\"bfloat16\""
+        ),
+    ):
+        samestep.fit(fit_task, steps=1)
+
+
 def test_digest_of_imports_does_not_depend_on_the_start(tmp_path, monkeypatch):
     (tmp_path / "sub").mkdir()
     for name in ("plain.py", "beside_a_script.py"):

@@ -24,7 +24,7 @@ from backends.checks.outside_table import TableLookups, find_failing_index
 from backends.checks.trainable_checks import own_buffers, refuse_shared_memory
 from backends.losses.coupled_loss import backward_loss
 from protocol.base import limits
-from protocol.base.errors import DataError, SamestepError, describe_error, describe_raised
+from protocol.base.errors import DataError, SamestepError, describe_raised
 from protocol.exact.digest import digest_arrays
 from protocol.spec.cross_check import CrossCheck
 from protocol.spec.manifest import Block, Manifest, Metric
@@ -442,7 +442,7 @@ class ScriptTask:
             numbers = ", ".join(map(str, samples))
             raise DataError(
                 f"cannot build a batch of samples {numbers}: the data set or the collator raised "
-                f"{describe_error(error)}"
+                f"{describe_raised(error)}"
             ) from error
 
     @property

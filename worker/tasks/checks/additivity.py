@@ -105,6 +105,10 @@ class _Mode:
     gradients: bool
 
 
+class _BackwardCalledError(TypeError):
+    """The user's loss calls `backward()`."""
+
+
 class _RaisedError(Exception):
     """The loss or its backward raised, for these samples."""
 
@@ -322,6 +326,8 @@ class SumTrial:
 
     def _hint(self, raised: _RaisedError) -> str:
         """Return a remedy for an error with a known cause, else an empty text."""
+        if isinstance(raised.error, _BackwardCalledError):
+            return ""  # the error names the remedy
         text = str(raised.error)
         if "use_reentrant" in text:
             return ": write use_reentrant=False where checkpoint is called"
@@ -417,7 +423,7 @@ class SumTrial:
             loss = self._loss(module, arrays)
         for name, value in parameters.items():
             if value.grad is not gradients_before[name]:
-                raise TypeError(
+                raise _BackwardCalledError(
                     "expected a loss that is returned, got a call of backward() in it, at the "
                     f"gradient of {name!r}: return the sum of all losses, and samestep calls "
                     "backward()"
