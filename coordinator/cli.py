@@ -456,7 +456,7 @@ def report(
         Path | None, typer.Option("--output", metavar="FILE", help="Default: DIR/report.html.")
     ] = None,
 ) -> None:
-    """Write an HTML report: what was trained, on which workers, the faults and the proofs."""
+    """Write an HTML report: curves, workers, faults, inputs, digests, and the audit's findings."""
     from coordinator.audit.report import report as report_on
     from coordinator.disk.directory_lock import is_locked
     from coordinator.disk.durable_file import write_output

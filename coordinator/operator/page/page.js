@@ -50,7 +50,7 @@ $("ask").addEventListener("submit", event => {
 });
 
 // Number and time formats.
-const figure = value => value == null ? "-" : Number.isInteger(value) ? value.toLocaleString("en") : Number(value.toPrecision(4)).toString();
+const formatNumber = value => value == null ? "-" : Number.isInteger(value) ? value.toLocaleString("en") : Number(value.toPrecision(4)).toString();
 function duration(seconds) {
   if (seconds == null || !Number.isFinite(seconds)) return "-";
   const whole = Math.max(0, Math.round(seconds)), minutes = Math.floor(whole / 60), hours = Math.floor(minutes / 60);
@@ -116,7 +116,7 @@ function chart(id, series, bands, data, { whole = false, zero = false } = {}) {
 function describeCurve(container, [steps, values]) {
   const name = container.dataset.name, last = (steps?.length ?? 0) - 1;
   return last < 0 ? `${name}: nothing yet`
-    : `${name}: ${figure(values[0])} at step ${steps[0]}, ${figure(values[last])} at step ${steps[last]}`;
+    : `${name}: ${formatNumber(values[0])} at step ${steps[0]}, ${formatNumber(values[last])} at step ${steps[last]}`;
 }
 function createChart(container, id, series, bands, data, whole, zero) {
   const axis = { stroke: css("--soft"), font: "12px system-ui, sans-serif", grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), size: 4 } };
@@ -128,7 +128,7 @@ function createChart(container, id, series, bands, data, whole, zero) {
       x: { time: false, range: () => Object.values(span()) },
       y: { range: (_, low, high) => low == null ? [0, 1] : uPlot.rangeNum(zero ? 0 : low, whole ? high + 0.5 : high, 0.1, zero) },
     },
-    axes: [{ ...axis, size: 26, incrs: [1, 2, 5].flatMap(one => [1, 10, 100, 1e3, 1e4, 1e5, 1e6, 1e7].map(ten => one * ten)).sort((a, b) => a - b), values: (_, ticks) => ticks.map(tick => tick >= 1e4 ? `${figure(tick / 1e3)}k` : figure(tick)) },
+    axes: [{ ...axis, size: 26, incrs: [1, 2, 5].flatMap(one => [1, 10, 100, 1e3, 1e4, 1e5, 1e6, 1e7].map(ten => one * ten)).sort((a, b) => a - b), values: (_, ticks) => ticks.map(tick => tick >= 1e4 ? `${formatNumber(tick / 1e3)}k` : formatNumber(tick)) },
       { ...axis, size: 54, values: (_, ticks) => formatTicks(ticks), ...up }],
     cursor: {
       y: false, drag: { x: true, y: false, setScale: false },
@@ -151,7 +151,7 @@ function span() {
 }
 function formatTicks(ticks) {
   const most = Math.max(...ticks.map(Math.abs));
-  return ticks.map(tick => !tick ? "0" : most < 0.01 || most >= 1e5 ? Number(tick.toPrecision(4)).toExponential().replace("e+", "e") : figure(tick));
+  return ticks.map(tick => !tick ? "0" : most < 0.01 || most >= 1e5 ? Number(tick.toPrecision(4)).toExponential().replace("e+", "e") : formatNumber(tick));
 }
 function zoom(steps) {
   page.zoom = steps && steps[1] > steps[0] ? steps : null;
@@ -164,8 +164,8 @@ function zoom(steps) {
 function updateWindowList() {
   const known = [100, 1_000, 10_000].filter(many => many < page.steps);
   const dragged = page.zoom && !page.last;
-  options($("window"), [["", "all steps"], ...known.map(many => [String(many), `the last ${figure(many)} steps`]),
-    ...(dragged ? [["dragged", `steps ${figure(Math.max(0, page.zoom[0]))} to ${figure(page.zoom[1])}`]] : [])],
+  options($("window"), [["", "all steps"], ...known.map(many => [String(many), `the last ${formatNumber(many)} steps`]),
+    ...(dragged ? [["dragged", `steps ${formatNumber(Math.max(0, page.zoom[0]))} to ${formatNumber(page.zoom[1])}`]] : [])],
   dragged ? "dragged" : String(page.last || ""));
 }
 $("window").addEventListener("change", () => {
@@ -187,7 +187,7 @@ function showReading(id, each) {
   const at = each.cursor.idx ?? each.data[1].findLastIndex(value => value != null);
   const values = each.series.map((one, n) => one.key ? each.data[n][at] : null).filter(value => value != null);
   const pointed = each.cursor.idx != null && each.cursor.left >= 0;
-  reading.textContent = values.length ? `${values.map(figure).join(" · ")}${pointed ? ` at step ${figure(each.data[0][at])}` : ""}` : "";
+  reading.textContent = values.length ? `${values.map(formatNumber).join(" · ")}${pointed ? ` at step ${formatNumber(each.data[0][at])}` : ""}` : "";
 }
 function line(label, key, more = {}) {
   return { label, key, stroke: css(`--${key.split(" ")[0]}`), width: 1.6, points: { show: false }, ...more };
@@ -283,55 +283,55 @@ function button(text, label, action) {
   element.addEventListener("click", action);
   return element;
 }
-const KINDS = { training: "good", evaluating: "good", finished: "good", halted: "bad", failed: "bad" };
+const PHASE_CLASSES = { training: "good", evaluating: "good", finished: "good", halted: "bad", failed: "bad" };
 const ENDED = ["finished", "drained", "failed"];
-const LEGAL = { halt: ["training", "evaluating"], continue: ["halted"], skip: ["halted"], checkpoint: ["training", "evaluating", "halted"] };
+const PERMITTED_PHASES = { halt: ["training", "evaluating"], continue: ["halted"], skip: ["halted"], checkpoint: ["training", "evaluating", "halted"] };
 
 function showRun(run, status, other) {
   const live = status.run_id === run.run_id && status.run_id !== undefined;
   const phase = live ? status.phase : run.outcome || (run.run_id ? "not ended" : status.phase);
-  const going = live && !ENDED.includes(phase), steps = run.steps ?? (live || !run.run_id ? status.steps : null);
+  const isInProgress = live && !ENDED.includes(phase), steps = run.steps ?? (live || !run.run_id ? status.steps : null);
   const step = live ? status.step : run.loss.step.at(-1) ?? 0;
   $("h-run").textContent = run.run_id;
   showPhase(phase, live || !run.run_id ? status.reason ?? "" : "");
   $("progress").value = steps ? step / steps : 0;
-  const epochs = run.epochs && steps ? `, ${figure(run.epochs * step / steps)} of ${figure(run.epochs)} epochs` : "";
-  $("count").textContent = `step ${figure(step)} of ${figure(steps)}${steps ? `, ${Math.floor(100 * step / steps)} %` : ""}${epochs}`;
-  document.title = `${going ? `${figure(step)}/${figure(steps)} ` : ""}${run.run_id} ${phase}`;
+  const epochs = run.epochs && steps ? `, ${formatNumber(run.epochs * step / steps)} of ${formatNumber(run.epochs)} epochs` : "";
+  $("count").textContent = `step ${formatNumber(step)} of ${formatNumber(steps)}${steps ? `, ${Math.floor(100 * step / steps)} %` : ""}${epochs}`;
+  document.title = `${isInProgress ? `${formatNumber(step)}/${formatNumber(steps)} ` : ""}${run.run_id} ${phase}`;
   for (const each of document.querySelectorAll("[data-act]")) {
-    const phases = LEGAL[each.dataset.act];
-    each.disabled = !going || (phases && !phases.includes(status.phase));
+    const phases = PERMITTED_PHASES[each.dataset.act];
+    each.disabled = !isInProgress || (phases && !phases.includes(status.phase));
     each.classList.toggle("wanted", each.dataset.act === "continue");
   }
   draw(run, other);
   const recent = run.step_s.mean.slice(-20), each = recent.reduce((sum, one) => sum + one, 0) / recent.length;
   const since = run.began ? (Date.parse(run.last) - Date.parse(run.began)) / 1000 : null;
-  const paced = going && status.elapsed_s !== undefined;
-  const name = $("metric").value, held = run.evaluations.at(-1)?.metrics[name];
+  const hasPace = isInProgress && status.elapsed_s !== undefined;
+  const name = $("metric").value, metricValue = run.evaluations.at(-1)?.metrics[name];
   const unlike = live ? describeMixedProfiles(status, run) : "";
   showPairs("facts", [
-    ["loss", figure(live ? status.loss : run.loss.mean.at(-1))],
-    [`held out${name ? `: ${name}` : ""}`, figure(held)],
-    ["gradient norm", figure(run.norm.mean.at(-1))], ["learning rate", figure(run.rate.mean.at(-1))],
+    ["loss", formatNumber(live ? status.loss : run.loss.mean.at(-1))],
+    [`held out${name ? `: ${name}` : ""}`, formatNumber(metricValue)],
+    ["gradient norm", formatNumber(run.norm.mean.at(-1))], ["learning rate", formatNumber(run.rate.mean.at(-1))],
     ["bits", !live || status.exact === null ? "-" : status.exact ? "exact" : "mixed", live && status.exact === false ? "warn" : ""],
-    ["samples per second", figure(paced ? status.samples_per_s : run.samples && each ? run.samples / each : null)],
-    ["seconds per step", figure(Number.isFinite(each) ? each : null)],
-    ["elapsed", duration(paced ? status.elapsed_s : since)],
-    ["time left", paced && LEGAL.halt.includes(phase) ? duration(status.left_s) : "-"],
-    ["workers", live ? `${status.able_workers} of ${status.expect_workers}` : figure(run.workers_at.at(-1)?.[1])],
+    ["samples per second", formatNumber(hasPace ? status.samples_per_s : run.samples && each ? run.samples / each : null)],
+    ["seconds per step", formatNumber(Number.isFinite(each) ? each : null)],
+    ["elapsed", duration(hasPace ? status.elapsed_s : since)],
+    ["time left", hasPace && PERMITTED_PHASES.halt.includes(phase) ? duration(status.left_s) : "-"],
+    ["workers", live ? `${status.able_workers} of ${status.expect_workers}` : formatNumber(run.workers_at.at(-1)?.[1])],
   ]);
   showLines([
-    ...(going ? [["waits for", phase === "halted" ? "an operator: continue, or skip this step" : status.waiting_for ? status.waiting_for + (status.stage ? ` (${status.stage})` : "") : "nothing"]] : []),
-    ...(going && status.exchange?.reason ? [["exchange", status.exchange.reason]] : []),
+    ...(isInProgress ? [["waits for", phase === "halted" ? "an operator: continue, or skip this step" : status.waiting_for ? status.waiting_for + (status.stage ? ` (${status.stage})` : "") : "nothing"]] : []),
+    ...(isInProgress && status.exchange?.reason ? [["exchange", status.exchange.reason]] : []),
     ...(unlike ? [["differing workers", unlike, "warn"]] : []),
     ...(live && status.weights_digest ? [[status.result ? "weights digest" : "weights digest of the checkpoint", status.weights_digest, "mono"]] : []),
-    ...(live && status.checkpoint != null ? [["checkpoint", `after step ${figure(status.checkpoint)}, in ${status.directory}`]] : []),
+    ...(live && status.checkpoint != null ? [["checkpoint", `after step ${formatNumber(status.checkpoint)}, in ${status.directory}`]] : []),
   ]);
   showWorkers(run, live || !run.run_id ? status : null);
   showEvents(run.events);
 }
 function showPhase(phase, reason) {
-  const kind = KINDS[phase] ?? "warn";
+  const kind = PHASE_CLASSES[phase] ?? "warn";
   $("phase").textContent = phase;
   $("phase").className = `pill ${kind}`;
   $("reason").textContent = reason;
@@ -345,21 +345,21 @@ function describeMixedProfiles(status, run) {
   const names = group => group.map(each => each.name).join(", ");
   if (groups.length > 1) return groups.slice(1).map(group => `${names(group)} (${group[0].signature_text})`).join("; ")
     + `, from ${names(groups[0])} (${groups[0][0].signature_text})`;
-  const gone = run.workers.filter(each => each.signature && !byProfile.has(each.signature));
-  return gone.length ? `${names(gone)}, disconnected` : "a worker that started from another state";
+  const absent = run.workers.filter(each => each.signature && !byProfile.has(each.signature));
+  return absent.length ? `${names(absent)}, disconnected` : "a worker that started from another state";
 }
 function linksOf(worker) {
   return Object.entries(worker.links ?? {}).map(([peer, link]) =>
-    `${peer}: ${link.mbit} Mbit/s, ${figure(link.bytes_sent / 1e6)} MB out, ${figure(link.bytes_received / 1e6)} MB in`).join("\n");
+    `${peer}: ${link.mbit} Mbit/s, ${formatNumber(link.bytes_sent / 1e6)} MB out, ${formatNumber(link.bytes_received / 1e6)} MB in`).join("\n");
 }
 function showWorkers(run, status) {
-  const here = status?.workers ?? [], all = here.reduce((sum, each) => sum + (each.microbatches_of_step ?? 0), 0);
+  const connected = status?.workers ?? [], all = connected.reduce((sum, each) => sum + (each.microbatches_of_step ?? 0), 0);
   const error = name => {
     const last = run.errors[name];
-    return last ? [last.text, make("small", {}, `${last.what.replaceAll("_", " ")}, step ${figure(last.step)}`)] : "";
+    return last ? [last.text, make("small", {}, `${last.what.replaceAll("_", " ")}, step ${formatNumber(last.step)}`)] : "";
   };
-  const most = [...Map.groupBy(here.filter(each => each.signature && each.duty === "train"), each => each.signature).values()].sort((a, b) => b.length - a.length)[0]?.[0].signature;
-  const present = here.map(worker => {
+  const most = [...Map.groupBy(connected.filter(each => each.signature && each.duty === "train"), each => each.signature).values()].sort((a, b) => b.length - a.length)[0]?.[0].signature;
+  const present = connected.map(worker => {
     const share = worker.microbatches_of_step, waited = worker.waited_for ? make("small", { className: "warn" }, "waited for")
       : worker.state === "active" && all && status.waiting_for ? make("small", {}, "has finished its share") : "";
     const at = worker.inner_phase, part = make("progress", at ? { max: at.inner_steps, value: at.inner_step, ariaLabel: `replica ${at.replica}` }
@@ -367,24 +367,24 @@ function showWorkers(run, status) {
     const unlike = worker.signature && worker.duty === "train" && worker.signature !== most;
     return { cells: [
       [worker.name, make("small", { title: linksOf(worker) }, worker.duty === "train" ? worker.address : `${worker.address}, duty: ${worker.duty}`)],
-      [worker.cannot ? make("span", { className: "bad" }, "cannot take part") : worker.aside_until ? `aside until step ${figure(worker.aside_until)}` : worker.late ? `${worker.state}, late` : worker.state, waited],
+      [worker.cannot ? make("span", { className: "bad" }, "cannot take part") : worker.aside_until ? `aside until step ${formatNumber(worker.aside_until)}` : worker.late ? `${worker.state}, late` : worker.state, waited],
       [worker.device || "-", make("small", {}, worker.backend)],
       !all || share === undefined ? "" : at ? [`replica ${at.replica}: step ${at.inner_step} of ${at.inner_steps}`, part]
         : status.replicas && !share ? "standing by" : [`${share} of ${all}`, part],
-      worker.ms_per_microbatch == null ? "" : `${figure(worker.ms_per_microbatch)} ms`,
+      worker.ms_per_microbatch == null ? "" : `${formatNumber(worker.ms_per_microbatch)} ms`,
       worker.last_seen_s < 5 ? "just now" : `${duration(worker.last_seen_s)} ago`,
       worker.signature ? [make("span", { className: unlike ? "mono warn" : "mono", title: worker.signature_text ?? "" }, worker.signature), unlike ? make("small", { className: "warn" }, "differs from the others") : ""] : "",
       worker.cannot || error(worker.name), revokeButton(worker.name),
     ] };
   });
-  const names = new Set(here.map(worker => worker.name));
-  const gone = run.workers.filter(worker => !names.has(worker.name)).map(worker => ({
+  const names = new Set(connected.map(worker => worker.name));
+  const absent = run.workers.filter(worker => !names.has(worker.name)).map(worker => ({
     cells: [worker.name, [worker.here ? "connected at the end" : "gone", make("small", {}, worker.why)],
       [worker.device || "-", make("small", {}, worker.backend)], "", "", worker.here ? "" : timeElement(worker.since),
       make("span", { className: "mono" }, worker.signature), error(worker.name), ""],
     kind: "gone",
   }));
-  table("workers", ["worker", "state", "device", "share of this step", status?.replicas ? "per replica" : "per microbatch", "last seen", "numerics", "last error", ""], [...present, ...gone]);
+  table("workers", ["worker", "state", "device", "share of this step", status?.replicas ? "per replica" : "per microbatch", "last seen", "numerics", "last error", ""], [...present, ...absent]);
 }
 function revokeButton(name) {
   return button("Revoke", `Revoke ${name}`, () => act(`Revoke ${name}? It is disconnected; its key and the join token become invalid.`,
@@ -392,7 +392,7 @@ function revokeButton(name) {
 }
 function showEvents(events) {
   table("events", ["time", "step", "what", "worker", "why"], [...events].reverse().map(event => ({
-    cells: [timeElement(event.time), figure(event.step), event.what.replaceAll("_", " "), event.worker, event.text],
+    cells: [timeElement(event.time), formatNumber(event.step), event.what.replaceAll("_", " "), event.worker, event.text],
     kind: ["halted", "failed"].includes(event.what) ? "alarm" : "",
   })));
 }
@@ -402,14 +402,14 @@ function showRuns(status) {
   table("runs", ["run", "task", "state", "steps", "loss", "held-out metrics", "last update", ""], [
     ...queued.map((run, at) => ({ cells: [run, "", `queued, ${at + 1} of ${queued.length}`, "", "", "", "", ""] })),
     ...runs.map(run => {
-      const present = run.run_id === status.run_id, going = present && !ENDED.includes(status.phase), here = run.run_id === $("run").value;
+      const present = run.run_id === status.run_id, isInProgress = present && !ENDED.includes(status.phase), here = run.run_id === $("run").value;
       return { cells: [run.run_id, run.task, present ? status.phase : run.outcome || "not ended",
-        `${figure(present ? status.step : run.step)} of ${figure(run.steps ?? (present ? status.steps : run.step))}`, figure(present ? status.loss : run.loss),
-        Object.entries(going ? status.eval ?? {} : run.eval).filter(([name]) => !name.startsWith("confusion[")).slice(0, 3)
-          .map(([name, value]) => `${name} ${figure(value)}`).join(", "), going ? "now" : timeElement(run.changed),
+        `${formatNumber(present ? status.step : run.step)} of ${formatNumber(run.steps ?? (present ? status.steps : run.step))}`, formatNumber(present ? status.loss : run.loss),
+        Object.entries(isInProgress ? status.eval ?? {} : run.eval).filter(([name]) => !name.startsWith("confusion[")).slice(0, 3)
+          .map(([name, value]) => `${name} ${formatNumber(value)}`).join(", "), isInProgress ? "now" : timeElement(run.changed),
         [...(here ? ["shown"] : [button("Show", `Show ${run.run_id}`, () => look("run", run.run_id)), " ",
           button("Beside", `Show ${run.run_id} beside`, () => look("beside", run.run_id))]),
-          ...(going || run.outcome === "finished" || queued.includes(run.run_id) ? [] : [" ", button("Resume", `Resume ${run.run_id}`,
+          ...(isInProgress || run.outcome === "finished" || queued.includes(run.run_id) ? [] : [" ", button("Resume", `Resume ${run.run_id}`,
             () => act(`Resume ${run.run_id}? It continues when the runs before it have ended.`, "Resume", () => post("resume", { run_id: run.run_id })))])]] };
     }),
   ]);
