@@ -1,4 +1,4 @@
-"""A mixture of experts, one per sample, beside a layer that no sample reaches."""
+"""A mixture of experts, one per sample, and a layer that no sample reaches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 
 import samestep
 
-SHARES = torch.tensor([0.8, 0.14, 0.04, 0.02])
+EXPERT_FRACTIONS = torch.tensor([0.8, 0.14, 0.04, 0.02])
 """Fractions of samples per expert."""
 
 
@@ -16,7 +16,7 @@ class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(3, 6)
-        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in SHARES)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in EXPERT_FRACTIONS)
         self.unused = nn.Linear(6, 6)
         self.last = nn.Linear(6, 1)
 
@@ -34,7 +34,7 @@ class Experts(nn.Module):
 def data() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(48, 3, generator=generator)
-    expert_ids = torch.multinomial(SHARES, 48, replacement=True, generator=generator)
+    expert_ids = torch.multinomial(EXPERT_FRACTIONS, 48, replacement=True, generator=generator)
     return x, expert_ids, x.sin().sum(1, keepdim=True)
 
 

@@ -1,7 +1,7 @@
 """A plain training loop in torch for a `samestep.Task`, on samestep's order of samples.
 
-Up to rounding, it computes what a run computes: a mean over microbatches, each starting from the
-step's buffers, with generators seeded for each microbatch.
+Up to rounding, it computes the results of a run: gradients and buffers are means over microbatches.
+Each microbatch starts from the buffers of the step before, with generators seeded for it.
 """
 
 from __future__ import annotations
@@ -45,43 +45,43 @@ def train_with_torch(build: Any, arguments: Mapping[str, Any]) -> tuple[nn.Modul
     batch = BatchSpec(samples=arguments["batch"], microbatch=arguments["microbatch"])
     order = SampleOrder(seed, samples, batch, sampling=sampling_of(task.sampler, samples))
     steps = arguments.get("steps") or math.ceil(arguments["epochs"] * order.steps_per_epoch)
-    optimizer = _optimizer(arguments["optimizer"], module)
+    optimizer = _make_optimizer(arguments["optimizer"], module)
     scheduler = arguments["scheduler"](optimizer) if arguments.get("scheduler") else None
-    extra = arguments.get("settings", {}).get("optimizer", {})
+    optimizer_settings = arguments.get("settings", {}).get("optimizer", {})
     steps_per_update = (
         order.steps_per_epoch if arguments.get("scheduler_interval") == "epoch" else 1
     )
     losses = []
     for step in range(steps):
         module.zero_grad()
-        losses.append(_accumulated(task, order, step, seed))
-        if "clip_norm" in extra:
-            nn.utils.clip_grad_norm_(module.parameters(), extra["clip_norm"])
-        if "clip_value" in extra:
-            nn.utils.clip_grad_value_(module.parameters(), extra["clip_value"])
+        losses.append(_accumulate_gradients(task, order, step, seed))
+        if "clip_norm" in optimizer_settings:
+            nn.utils.clip_grad_norm_(module.parameters(), optimizer_settings["clip_norm"])
+        if "clip_value" in optimizer_settings:
+            nn.utils.clip_grad_value_(module.parameters(), optimizer_settings["clip_value"])
         optimizer.step()
         if scheduler is not None and (step + 1) % steps_per_update == 0:
             scheduler.step()
     return module.eval(), losses
 
 
-def _optimizer(make_optimizer: Any, module: nn.Module) -> torch.optim.Optimizer:
-    kind = getattr(make_optimizer, "func", make_optimizer)
+def _make_optimizer(make_optimizer: Any, module: nn.Module) -> torch.optim.Optimizer:
+    factory = getattr(make_optimizer, "func", make_optimizer)
     optimizer: torch.optim.Optimizer
-    optimizer = make_optimizer(module.parameters() if isinstance(kind, type) else module)
+    optimizer = make_optimizer(module.parameters() if isinstance(factory, type) else module)
     return optimizer
 
 
-def _accumulated(task: samestep.Task, order: SampleOrder, step: int, seed: int) -> float:
-    """Add up the gradients of a step's microbatches, and average the buffers that they leave."""
-    module, parts = task.module, order.microbatches(step)
+def _accumulate_gradients(task: samestep.Task, order: SampleOrder, step: int, seed: int) -> float:
+    """Average the gradients and the changed buffers of a step's microbatches; return the loss."""
+    module, microbatches = task.module, order.microbatches(step)
     batches = []
-    for leaf, part in enumerate(parts):
+    for leaf, numbers in enumerate(microbatches):
         seed_all(microbatch_seed(seed, step, leaf))
-        batches.append((task.collate or default_collate)([task.train[n] for n in part]))
+        batches.append((task.collate or default_collate)([task.train[n] for n in numbers]))
     weights = [
-        float(task.weight(batch)) if task.weight else len(part)
-        for batch, part in zip(batches, parts, strict=True)
+        float(task.weight(batch)) if task.weight else len(numbers)
+        for batch, numbers in zip(batches, microbatches, strict=True)
     ]
     trained = {name for name, p in module.named_parameters() if p.requires_grad}
     state = {n: v.clone() for n, v in module.state_dict().items() if n not in trained}
@@ -91,10 +91,10 @@ def _accumulated(task: samestep.Task, order: SampleOrder, step: int, seed: int) 
         module.load_state_dict(state, strict=False)
         seed_all(microbatch_seed(seed, step, leaf))
         assert task.loss is not None
-        value = task.loss(module, batch)
-        share = weight / sum(weights) if task.unit == "microbatch" else 1 / sum(weights)
-        (value * share).backward()
-        total += float(value.detach()) * share
+        loss = task.loss(module, batch)
+        scale = weight / sum(weights) if task.unit == "microbatch" else 1 / sum(weights)
+        (loss * scale).backward()
+        total += float(loss.detach()) * scale
         for name in buffer_means:
             buffer_means[name] += module.state_dict()[name].double() * weight / sum(weights)
     with torch.no_grad():

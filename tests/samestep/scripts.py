@@ -25,10 +25,11 @@ def task(module=None):
         loss=lambda module, batch: ((module(batch[0]) - batch[1]) ** 2).sum(),
     )
 """
+"""The beginning of a script: imports, data and the function that builds the task."""
 
 
 class RunningScript:
-    """A running script that has printed the address that workers join."""
+    """A process that runs a script. The constructor waits until workers can join."""
 
     def __init__(self, script: Path, environment: Mapping[str, str] | None = None) -> None:
         self.script = script
@@ -55,14 +56,14 @@ class RunningScript:
     def wait_for(self, text: str) -> str:
         """Wait for the first line with this text."""
 
-        def found() -> str | None:
+        def find_line() -> str | None:
             return next((line for line in self.lines if text in line), None)
 
         with self._lines_changed:
             self._lines_changed.wait_for(
-                lambda: found() or (self.lines and not self.lines[-1]), 300
+                lambda: find_line() or (self.lines and not self.lines[-1]), 300
             )
-        line = found()
+        line = find_line()
         assert line is not None, (self.lines, standard_error_of(self.process))
         return line
 
@@ -75,12 +76,18 @@ class RunningScript:
             cwd=self.script.parent, environment=environment,
         )  # fmt: skip
 
-    def script_worker(self, name: str, environment: Mapping[str, str] | None = None) -> Process:
+    def start_script_worker(
+        self, name: str, environment: Mapping[str, str] | None = None
+    ) -> Process:
         """Start a worker with the script."""
         return self.start_worker(name, str(self.script), environment=environment)
 
     def start_paused_worker(self, name: str, step: int) -> tuple[Hold, Process]:
-        """Start a worker with the script that pauses in this step."""
+        """Start a worker with the script that pauses in a step.
+
+        Returns:
+            The hold, which resumes the worker, and the process.
+        """
         hold = Hold()
         process = start(
             "tests.paused_worker", str(step), str(hold.port), "--coordinator", self.address,
@@ -100,13 +107,14 @@ class RunningScript:
 
 
 def close(*processes: Process) -> None:
-    for each in processes:
-        for stream in (each.stdout, each.stderr):
+    """Close the pipes of ended processes."""
+    for process in processes:
+        for stream in (process.stdout, process.stderr):
             assert stream is not None
             stream.close()
 
 
 def standard_error_of(process: Process) -> str:
-    """Read the standard error of a process until the process ends."""
+    """Return the standard error of a process, once the process has ended."""
     assert process.stderr is not None
     return process.stderr.read()

@@ -1,4 +1,4 @@
-"""A run spec as `fit` creates it."""
+"""A run spec like those that `fit` creates."""
 
 from __future__ import annotations
 

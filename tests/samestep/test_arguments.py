@@ -1,4 +1,5 @@
-"""Invalid arguments of `fit`: one line each, before anything is built or started."""
+"""Invalid arguments of `fit` are refused in one line, before `build` is called; also errors and
+interrupts while `fit` waits for the coordinator."""
 
 from __future__ import annotations
 
@@ -39,18 +40,18 @@ EXPECTED_INTEGER = "expected a whole number, got"
 
 
 @pytest.fixture(autouse=True)
-def in_temporary_directory(tmp_path, monkeypatch):
+def _temporary_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def never():
-    raise AssertionError("it was built")
+def fail_if_called():
+    raise AssertionError("build was called")
 
 
-def task(**other):
+def make_task(**changes):
     return samestep.Task(**{
         "module": nn.Linear(1, 1), "train": DATA,
-        "loss": lambda module, batch: ((module(batch[0]) - batch[1]) ** 2).sum(), **other,
+        "loss": lambda module, batch: ((module(batch[0]) - batch[1]) ** 2).sum(), **changes,
     })  # fmt: skip
 
 
@@ -106,7 +107,7 @@ def task(**other):
 )  # fmt: skip
 def test_invalid_argument_is_refused_in_one_line(arguments, message, tmp_path):
     with pytest.raises(SamestepError, match=message) as error:
-        samestep.fit(never, **{"steps": 1, **arguments})
+        samestep.fit(fail_if_called, **{"steps": 1, **arguments})
     assert "\n" not in str(error.value)
     assert not list(tmp_path.iterdir())
 
@@ -118,14 +119,23 @@ def test_invalid_argument_is_refused_in_one_line(arguments, message, tmp_path):
 def test_invalid_environment_names_its_variable(name, value, monkeypatch):
     monkeypatch.setenv(name, value)
     with pytest.raises(SamestepError, match=f"{name}: expected .*, got '{value}'"):
-        samestep.fit(never, steps=1)
+        samestep.fit(fail_if_called, steps=1)
 
 
-def test_numpy_numbers_and_one_device_of_several_are_accepted():
-    none = ("options", "microbatch", "workers", "directory", "control", "name", "settings", "steps")
+def test_numpy_numbers_and_a_numbered_device_are_accepted():
+    unset = (
+        "options",
+        "microbatch",
+        "workers",
+        "directory",
+        "control",
+        "name",
+        "settings",
+        "steps",
+    )
     usual = {"optimizer": "sgd", "evaluate_every": 0, "precision": "float32", "resume": False}
     arguments = Arguments.of(
-        **dict.fromkeys(none),
+        **dict.fromkeys(unset),
         **usual,
         epochs=np.int64(2),
         batch=np.int32(8),
@@ -137,15 +147,15 @@ def test_numpy_numbers_and_one_device_of_several_are_accepted():
     assert (arguments.several_devices, arguments.expected_workers) == ((), 1)
 
 
-def test_several_devices_are_as_many_workers_except_in_a_slurm_step(monkeypatch):
+def test_several_devices_are_one_worker_and_are_refused_in_a_slurm_step(monkeypatch):
     monkeypatch.setenv("SAMESTEP_BACKEND", "cuda1-3")
     monkeypatch.delenv("SAMESTEP_EXPECT_WORKERS", raising=False)
-    none = (
+    unset = (
         "options", "microbatch", "workers", "directory", "control", "name", "settings", "epochs",
         "device",
     )  # fmt: skip
     arguments = Arguments.of(
-        **dict.fromkeys(none), optimizer="sgd", evaluate_every=0, precision="float32",
+        **dict.fromkeys(unset), optimizer="sgd", evaluate_every=0, precision="float32",
         resume=False, batch=8, seed=3, steps=1,
     )  # fmt: skip
     assert arguments.backend == ("cuda", 1)
@@ -157,19 +167,22 @@ def test_several_devices_are_as_many_workers_except_in_a_slurm_step(monkeypatch)
         _ = arguments.several_devices
 
 
-def fails(_, batch):
+def raise_index_error(_, batch):
     return [][len(batch)]
 
 
-def no_number(*_):
+def return_text(*_):
     return "many"
 
 
 @pytest.mark.parametrize(
     ("metric", "message"),
     [
-        (fails, r"the metric 'near' raised IndexError: .* in test_arguments.py, line \d+$"),
-        (no_number, r"the metric 'near' in test_arguments.py, line \d+ to return .* got 'many'"),
+        (
+            raise_index_error,
+            r"the metric 'near' raised IndexError: .* in test_arguments.py, line \d+$",
+        ),
+        (return_text, r"the metric 'near' in test_arguments.py, line \d+ to return .* got 'many'"),
         (lambda *_: None, "the metric 'near' in .* got None"),
         (lambda *_: (1, 2, 3), r"the metric 'near' in .* got \(1, 2, 3\)"),
         (lambda _, batch: batch[0], "the metric 'near' in .* got tensor"),
@@ -177,134 +190,134 @@ def no_number(*_):
 )
 def test_metric_is_tried_on_the_first_batch(metric, message):
     with pytest.raises(SamestepError, match=message):
-        ScriptTask(task(held_out=DATA, metrics={"near": metric}), SPEC, {})
+        ScriptTask(make_task(held_out=DATA, metrics={"near": metric}), SPEC, {})
 
 
 def test_metrics_beyond_the_limit_of_sums_are_refused():
-    metrics = {f"figure {n}": lambda *_: 1.0 for n in range(32)}
+    metrics = {f"metric {n}": lambda *_: 1.0 for n in range(32)}
     with pytest.raises(SamestepError, match="expected at most 31 metrics, got 32"):
-        ScriptTask(task(held_out=DATA, metrics=metrics), SPEC, {})
-    del metrics["figure 31"]
-    ScriptTask(task(held_out=DATA, metrics=metrics), SPEC, {})
+        ScriptTask(make_task(held_out=DATA, metrics=metrics), SPEC, {})
+    del metrics["metric 31"]
+    ScriptTask(make_task(held_out=DATA, metrics=metrics), SPEC, {})
 
 
-def test_a_metric_without_data_and_one_that_fails_later_are_named():
+def test_error_names_the_metric_that_has_no_data_or_fails_later():
     with pytest.raises(SamestepError, match="expected held_out for the metric 'near', got none"):
-        ScriptTask(task(metrics={"near": no_number}), SPEC, {})
+        ScriptTask(make_task(metrics={"near": return_text}), SPEC, {})
     calls = itertools.count()
-    late_failing = ScriptTask(
-        task(held_out=DATA, metrics={"near": lambda *_: [1.0][next(calls)]}), SPEC, {}
+    script_task = ScriptTask(
+        make_task(held_out=DATA, metrics={"near": lambda *_: [1.0][next(calls)]}), SPEC, {}
     )
-    arrays = {n: torch.tensor(a) for n, a in late_failing.evaluation_batch(1).arrays.items()}
+    arrays = {n: torch.tensor(a) for n, a in script_task.evaluation_batch(1).arrays.items()}
     raised = pytest.raises(SamestepError, match="the metric 'near' raised IndexError")
     with torch.no_grad(), raised:
-        late_failing._evaluate(late_failing.user.module, arrays)
+        script_task._evaluate(script_task.user.module, arrays)
 
 
 @pytest.mark.parametrize("pair", [(1, 0), (0, 0)])
-def test_ratio_over_zero_is_no_metric(pair):
-    fitted = ScriptTask(task(held_out=DATA, metrics={"near": lambda *_: pair}), SPEC, {})
-    arrays = {n: torch.tensor(a) for n, a in fitted.evaluation_batch(0).arrays.items()}
+def test_metric_with_a_zero_denominator_is_nan(pair):
+    script_task = ScriptTask(make_task(held_out=DATA, metrics={"near": lambda *_: pair}), SPEC, {})
+    arrays = {n: torch.tensor(a) for n, a in script_task.evaluation_batch(0).arrays.items()}
     with torch.no_grad():
-        sums = dict(fitted._evaluate(fitted.user.module, arrays))
-    figures = {each.name: each.value(sums) for each in fitted.manifest.metrics}
-    assert math.isnan(figures["near"])
-    assert math.isfinite(figures["loss"])
+        sums = dict(script_task._evaluate(script_task.user.module, arrays))
+    values = {metric.name: metric.value(sums) for metric in script_task.manifest.metrics}
+    assert math.isnan(values["near"])
+    assert math.isfinite(values["loss"])
 
 
-def test_worker_refuses_an_invalid_precision_of_a_coordinator():
+def test_worker_refuses_an_invalid_precision_in_the_run_spec():
     spec = SPEC.model_copy(update={"options": {"precision": "float64"}})
     with pytest.raises(SamestepError, match="precision: expected float32, bfloat16 or float16"):
-        ScriptTask(task(), spec, {})
+        ScriptTask(make_task(), spec, {})
 
 
-class Ended:
-    """A coordinator that ended with a message or hangs, beside a worker that ended silently."""
-
-    over = ""
+class FakeCoordinator:
+    """A coordinator that has emitted these events, and then has ended; it hangs without `end`."""
 
     def __init__(self, lines, end=None):
-        self.happened: EventQueue = queue.SimpleQueue()
+        self.event_queue: EventQueue = queue.SimpleQueue()
         for event in (*lines, *([] if end is None else [end])):
-            self.happened.put(event)
-        self.asked = 0
+            self.event_queue.put(event)
+        self.drain_count = 0
         self.end_message = None
 
     def drain(self):
-        self.asked += 1
+        self.drain_count += 1
 
     def kill(self):
-        self.happened.put(CoordinatorEnded(-9, "it was ended by SIGKILL"))
+        self.event_queue.put(CoordinatorEnded(-9, "it was ended by SIGKILL"))
 
-    def until_over(self, directory, *, alone=True):
+    def handle_events(self, directory, *, is_alone=True):
         owner: Any = self
         _handle_events(
-            owner, owner, self.happened, directory, print,
-            is_alone=alone, deadline=TaskDeadline(0, None),
+            owner, owner, self.event_queue, directory, print,
+            is_alone=is_alone, deadline=TaskDeadline(0, None),
         )  # fmt: skip
 
 
-UNFIT = Line("worker a cannot take part: no rule for 'sort'", unready_reason="no rule for 'sort'")
-FAILED = CoordinatorEnded(1, "worker 'a': no rule for 'sort'")
-READY = Line("worker b ready on cpu")
+REFUSED_LINE = Line(
+    "worker a cannot take part: no rule for 'sort'", unready_reason="no rule for 'sort'"
+)
+FAILED_END = CoordinatorEnded(1, "worker 'a': no rule for 'sort'")
+READY_LINE = Line("worker b ready on cpu")
 
 
-def test_raised_error_is_not_printed_too(tmp_path, capsys):
-    for lines in ([UNFIT], []):
+def test_error_that_fit_raises_is_not_printed(tmp_path, capsys):
+    for lines in ([REFUSED_LINE], []):
         with pytest.raises(SamestepError, match=r"^worker 'a': no rule for 'sort'$"):
-            Ended(lines, FAILED).until_over(tmp_path)
+            FakeCoordinator(lines, FAILED_END).handle_events(tmp_path)
         assert capsys.readouterr() == ("", "")
 
 
-def test_refused_worker_learns_where_the_run_continues(tmp_path, capsys):
-    Ended([UNFIT, READY], CoordinatorEnded(0)).until_over(tmp_path)
-    assert capsys.readouterr() == (f"{UNFIT.text}\n{READY.text}\n", "")
-    Ended([UNFIT], CoordinatorEnded(0)).until_over(tmp_path)
-    assert capsys.readouterr() == (f"{UNFIT.text}\n", "")
+def test_refusal_of_a_worker_is_printed_unless_fit_raises_it(tmp_path, capsys):
+    FakeCoordinator([REFUSED_LINE, READY_LINE], CoordinatorEnded(0)).handle_events(tmp_path)
+    assert capsys.readouterr() == (f"{REFUSED_LINE.text}\n{READY_LINE.text}\n", "")
+    FakeCoordinator([REFUSED_LINE], CoordinatorEnded(0)).handle_events(tmp_path)
+    assert capsys.readouterr() == (f"{REFUSED_LINE.text}\n", "")
     with pytest.raises(SamestepError):
-        Ended([UNFIT], FAILED).until_over(tmp_path, alone=False)
-    assert capsys.readouterr() == (f"{UNFIT.text}\n", "")
+        FakeCoordinator([REFUSED_LINE], FAILED_END).handle_events(tmp_path, is_alone=False)
+    assert capsys.readouterr() == (f"{REFUSED_LINE.text}\n", "")
 
 
-def test_resume_advice_is_for_the_script(tmp_path, capsys):
+def test_resume_advice_is_a_call_of_fit(tmp_path, capsys):
     advice = f"fit(..., directory={str(tmp_path)!r}, resume=True)"
     with pytest.raises(SamestepError) as error:
-        Ended([], CoordinatorEnded(1, "lost", is_resumable=True)).until_over(tmp_path)
+        FakeCoordinator([], CoordinatorEnded(1, "lost", is_resumable=True)).handle_events(tmp_path)
     assert str(error.value) == f"lost; resume it: {advice}"
-    Ended([], CoordinatorEnded(0, is_resumable=True)).until_over(tmp_path)
+    FakeCoordinator([], CoordinatorEnded(0, is_resumable=True)).handle_events(tmp_path)
     assert capsys.readouterr().out == f"resume it: {advice}\n"
 
 
-def test_unresponsive_coordinator_is_waited_for_within_the_limit(tmp_path, monkeypatch):
-    """It is asked to end twice and then killed, whether or not others take part."""
+def test_unresponsive_coordinator_is_drained_twice_and_then_killed(tmp_path, monkeypatch):
+    """Whether or not the worker of this script is the only one."""
     monkeypatch.setattr(fitting, "_END_TIMEOUT_S", 0.05)
-    for alone in (True, False):
-        hangs = Ended([WorkerEnded(Unreachable("no coordinator answers"))])
+    for is_alone in (True, False):
+        hanging = FakeCoordinator([WorkerEnded(Unreachable("no coordinator answers"))])
         with pytest.raises(Unreachable, match="no coordinator answers"):
-            hangs.until_over(tmp_path, alone=alone)
-        assert hangs.asked == 2
+            hanging.handle_events(tmp_path, is_alone=is_alone)
+        assert hanging.drain_count == 2
     with pytest.raises(KeyboardInterrupt):
-        Ended([Interrupted(), Interrupted()]).until_over(tmp_path)
+        FakeCoordinator([Interrupted(), Interrupted()]).handle_events(tmp_path)
 
 
-@pytest.mark.parametrize("where", ["build", "start"])
-@pytest.mark.parametrize("begun_as", ["a script", "a notebook"])
-def test_early_interrupt_is_one_line_and_leaves_nothing(
-    where, begun_as, interrupt, monkeypatch, capsys
+@pytest.mark.parametrize("phase", ["build", "start"])
+@pytest.mark.parametrize("caller", ["a script", "a notebook"])
+def test_early_interrupt_prints_one_line_and_leaves_no_run_directory(
+    phase, caller, interrupt, monkeypatch, capsys
 ):
     def build():
-        if where == "build":
+        if phase == "build":
             interrupt()
-        return task()
+        return make_task()
 
     main = types.ModuleType("__main__")
-    if begun_as == "a script":
+    if caller == "a script":
         main.__file__ = __file__
     monkeypatch.setitem(sys.modules, "__main__", main)
     monkeypatch.setattr(CoordinatorSubprocess, "wait_until_listening", interrupt)
-    with pytest.raises(BaseException) as error:  # noqa: PT011 -- which it is comes below
+    with pytest.raises(BaseException) as error:  # noqa: PT011 -- its type is checked below
         samestep.fit(build, steps=1, batch=4, device="cpu")
-    if begun_as == "a script":
+    if caller == "a script":
         assert isinstance(error.value, SystemExit)
         assert error.value.code == 130
     else:  # a notebook's other cells must continue

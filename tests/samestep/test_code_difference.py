@@ -1,4 +1,4 @@
-"""The first difference in code between two versions of a script."""
+"""The first difference in code between two versions of a script, without comments and layout."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from samestep.code_difference import first_difference
         ("if a:\n    b()\nc()\n", "if a:\n    b()\n    c()\n", "line 3 is now 'c()'"),
         ("x + y\n", "x - y\n", "line 1 was 'x + y', is 'x - y'"),
         (
+            # A form feed and a file separator, which end a line for `str.splitlines` only.
             "\x0c\na = 1\nb = '\x1c'\nc = 3\n",
             "\x0c\na = 1\nb = '\x1c'\nc = 4\n",
             "line 4 was 'c = 3', is 'c = 4'",
@@ -31,5 +32,5 @@ from samestep.code_difference import first_difference
         ("print 1\n", "print(1)\n", "its content differs"),
     ],
 )
-def test_first_difference_is_one_of_code(before, now, difference):
+def test_first_difference_ignores_comments_and_layout(before, now, difference):
     assert first_difference(before, now) == difference

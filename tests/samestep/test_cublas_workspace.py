@@ -1,4 +1,4 @@
-"""The variable that fixes cuBLAS's bits is set before CUDA can read it, or a warning is given."""
+"""The variable that makes cuBLAS deterministic is set before CUDA reads it, or a warning follows."""
 
 import os
 import warnings
@@ -9,31 +9,34 @@ import pytest
 import samestep
 from samestep.cublas_workspace import reserve_workspace
 
-NAME = "CUBLAS_WORKSPACE_CONFIG"
-USED, UNUSED = (
-    SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda is_used=is_used: is_used))
-    for is_used in (True, False)
-)
+VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+INITIALIZED_TORCH = SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: True))
+FRESH_TORCH = SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: False))
 
 
 def test_import_sets_the_variable():
     assert samestep.__version__
-    assert os.environ[NAME]
+    assert os.environ[VARIABLE]
 
 
 @pytest.mark.parametrize(
-    ("modules", "before"), [({}, {}), ({"torch": UNUSED}, {}), ({"torch": USED}, {NAME: ":16:8"})]
+    ("modules", "initial"),
+    [
+        ({}, {}),
+        ({"torch": FRESH_TORCH}, {}),
+        ({"torch": INITIALIZED_TORCH}, {VARIABLE: ":16:8"}),
+    ],
 )
-def test_variable_is_set_silently(modules, before):
-    environment = dict(before)
+def test_variable_is_set_or_left_without_a_warning(modules, initial):
+    environment = dict(initial)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         reserve_workspace(modules, environment)
-    assert environment == {NAME: ":4096:8"} | before
+    assert environment == {VARIABLE: ":4096:8"} | initial
 
 
-def test_warning_if_a_card_was_used_before():
+def test_warning_if_cuda_was_initialized_before():
     environment: dict[str, str] = {}
-    with pytest.warns(UserWarning, match=f"import samestep first, or set {NAME}=:4096:8"):
-        reserve_workspace({"torch": USED}, environment)
-    assert environment == {NAME: ":4096:8"}
+    with pytest.warns(UserWarning, match=f"import samestep first, or set {VARIABLE}=:4096:8"):
+        reserve_workspace({"torch": INITIALIZED_TORCH}, environment)
+    assert environment == {VARIABLE: ":4096:8"}

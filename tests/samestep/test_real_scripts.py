@@ -81,11 +81,11 @@ def test_a_script_has_one_digest_for_any_number_of_workers(path, workers, tmp_pa
     script.write_text(text.replace("samestep.fit(build,", "samestep.fit(gated(build),"))
     expected = digest(RunningScript(script).wait_for_success())
     running_script = RunningScript(script, {"SAMESTEP_EXPECT_WORKERS": str(workers)})
-    other_workers = [running_script.script_worker(f"worker-{n}") for n in range(workers - 2)]
+    other_workers = [running_script.start_script_worker(f"worker-{n}") for n in range(workers - 2)]
     hold, killed_worker = running_script.start_paused_worker("killed", 3)
     hold.wait_until_paused()
     (tmp_path / "hold").touch()
-    other_workers.append(running_script.script_worker("late"))
+    other_workers.append(running_script.start_script_worker("late"))
     running_script.wait_for("worker late ready")
     killed_worker.kill()
     (tmp_path / "hold").unlink()

@@ -91,7 +91,7 @@ for each in (first, second):
 """,
     )
     running_script = RunningScript(script)
-    second_worker = running_script.script_worker("second")
+    second_worker = running_script.start_script_worker("second")
     # The second run uses the port of the first: a worker finds it there.
     output = running_script.wait_for_success()
     worker_output = second_worker.communicate(timeout=300)[0]
@@ -105,7 +105,7 @@ def test_joined_workers_learn_of_a_drain(tmp_path, number):
     fit = "r = samestep.fit(task, steps=1_000_000, batch=8, workers=2)\n"
     fit += "print('outcome', r.outcome, r.steps, r.joined, r.digest, flush=True)\n"
     running_script = RunningScript(write_script(tmp_path, HEAD + fit))
-    second_worker = running_script.script_worker("second")
+    second_worker = running_script.start_script_worker("second")
     running_script.wait_for("step ")
     running_script.process.send_signal(number)
     outcome = re.search(
@@ -276,15 +276,15 @@ print("loss", 0, "digest", r.digest)
 def test_a_worker_with_another_environment_is_refused(tmp_path):
     script = write_script(tmp_path, HEAD + READS_ENVIRONMENT)
     running_script = RunningScript(script, {"SAMESTEP_WORKERS": "2"})
-    constant = running_script.script_worker("constant", {"SAMESTEP_STRENGTH": "3"})
+    constant = running_script.start_script_worker("constant", {"SAMESTEP_STRENGTH": "3"})
     assert constant.wait(300) == 78
     assert (
         "expected STRENGTH = 1 as on the run's first worker, got 3: the script reads it"
     ) in said_by(constant)
-    hidden = running_script.script_worker("hidden", {"SAMESTEP_POWER": "4"})
+    hidden = running_script.start_script_worker("hidden", {"SAMESTEP_POWER": "4"})
     assert hidden.wait(300) == 78
     assert "for the first samples as on the run's first worker, got" in said_by(hidden)
-    same = running_script.script_worker("same")
+    same = running_script.start_script_worker("same")
     assert len(digests(running_script.wait_for_success())) == 1
     assert same.wait(300) == 0
     close(constant, hidden, same)
