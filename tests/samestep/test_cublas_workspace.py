@@ -1,4 +1,4 @@
-"""The variable that makes cuBLAS deterministic is set before CUDA reads it, or a warning follows."""
+"""The variable for deterministic cuBLAS is set before CUDA reads it, or a warning follows."""
 
 import os
 import warnings
