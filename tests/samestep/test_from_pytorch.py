@@ -1,4 +1,4 @@
-"""The two scripts at the start of docs/from-pytorch.md train equally."""
+"""The two scripts at the start of docs/from-pytorch.md have equal losses and weights."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.processes import ROOT
 PAGE = ROOT / "docs" / "from-pytorch.md"
 
 
-class InOurOrder:
-    """Replaces a `DataLoader`, with samestep's order of samples."""
+class SamestepOrderLoader:
+    """A replacement of `DataLoader` that has samestep's order of samples."""
 
     def __init__(self, data: Any, *, batch_size: int, shuffle: bool) -> None:
         assert shuffle
@@ -35,13 +35,13 @@ class InOurOrder:
             yield self._data[rows]
 
 
-def test_loop_and_its_translation_train_equally(tmp_path, monkeypatch):
+def test_loop_and_its_translation_have_equal_losses_and_weights(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(128, 3, generator=generator)
     names: dict[str, Any] = {
         "torch": torch, "nn": nn, "functional": functional, "samestep": samestep,
-        "DataLoader": InOurOrder, "data": TensorDataset(x, (x.sum(1) > 0).long()),
+        "DataLoader": SamestepOrderLoader, "data": TensorDataset(x, (x.sum(1) > 0).long()),
     }  # fmt: skip
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     namespaces = []
@@ -52,5 +52,6 @@ def test_loop_and_its_translation_train_equally(tmp_path, monkeypatch):
         namespaces.append(namespace)
     loop, translated = namespaces
     assert translated["result"].history[-1]["loss"] == pytest.approx(loop["loss"].item(), rel=1e-5)
-    for p, q in zip(translated["model"].parameters(), loop["model"].parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    models = translated["model"], loop["model"]
+    for actual, expected in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)

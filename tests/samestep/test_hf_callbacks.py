@@ -31,6 +31,7 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 NOT_CALLED = {"on_init_end", "on_pre_optimizer_step", "on_optimizer_step", "on_substep_end",
               "on_prediction_step"}  # fmt: skip
+"""Events of transformers' Trainer that samestep's does not have."""
 
 
 class Classifier(nn.Linear):
@@ -42,7 +43,7 @@ class Classifier(nn.Linear):
         return {"loss": functional.cross_entropy(logits, labels), "logits": logits}
 
 
-class Epochs(torch.utils.data.Sampler[int]):
+class EpochSampler(torch.utils.data.Sampler[int]):
     def __init__(self):
         self._epoch = 0
 
@@ -59,11 +60,11 @@ class Epochs(torch.utils.data.Sampler[int]):
         return (s for step in steps for part in order.microbatches(step) for s in part)
 
 
-class InOurOrder(transformers.Trainer):
-    """The stock Trainer with samestep's order of samples."""
+class StockTrainer(transformers.Trainer):
+    """transformers' Trainer, with samestep's order of samples."""
 
     def _get_train_sampler(self, *_):
-        return Epochs()
+        return EpochSampler()
 
 
 def accuracy(prediction):
@@ -71,15 +72,14 @@ def accuracy(prediction):
     return {"accuracy": float((classes == prediction.label_ids).mean())}
 
 
-def trainer(kind, directory, *callbacks, **overrides):
+def make_trainer(trainer_class, directory, *callbacks, **overrides):
     torch.manual_seed(0)
     metrics = overrides.pop("compute_metrics", None)
-    own_arguments = overrides.pop("own", {})
-    return kind(
+    return trainer_class(
         model=Classifier(),
         args=TrainingArguments(output_dir=str(directory), **{**SETTINGS, **overrides}),
         train_dataset=DATA, eval_dataset=DATA[:10], callbacks=list(callbacks),
-        compute_metrics=metrics, **own_arguments,
+        compute_metrics=metrics,
     )  # fmt: skip
 
 
@@ -88,22 +88,28 @@ def _any_port(monkeypatch):
     monkeypatch.setenv("SAMESTEP_BIND", "127.0.0.1:0")
 
 
-def spy():
-    """A callback that records all its calls."""
+def make_recorder():
+    """Return a callback, and the list in which it records its calls.
+
+    A call is recorded as (event, step, epoch, values), without durations.
+    """
     calls: list[Any] = []
 
-    def recorder(event):
+    def make_method(event):
         def record(*event_args, logs=None, metrics=None, **_):
             state = event_args[2]
-            figures = {k: v for k, v in (logs or metrics or {}).items() if "_per_second" not in k}
-            figures = {k: v for k, v in figures.items() if "runtime" not in k and k != "total_flos"}
-            calls.append((event, state.global_step, pytest.approx(state.epoch or 0), figures))
+            values = {
+                name: value
+                for name, value in (logs or metrics or {}).items()
+                if not re.search("runtime|per_second|total_flos", name)
+            }
+            calls.append((event, state.global_step, pytest.approx(state.epoch or 0), values))
 
         return record
 
     events = [name for name in vars(TrainerCallback) if name.startswith("on_")]
-    kind = type("Spy", (TrainerCallback,), {e: recorder(e) for e in {*events} - NOT_CALLED})
-    return kind(), calls
+    methods = {event: make_method(event) for event in {*events} - NOT_CALLED}
+    return type("Recorder", (TrainerCallback,), methods)(), calls
 
 
 def test_callbacks_get_the_same_calls_as_from_the_stock_trainer(tmp_path):
@@ -113,9 +119,11 @@ def test_callbacks_get_the_same_calls_as_from_the_stock_trainer(tmp_path):
         "compute_metrics": accuracy,
         "num_train_epochs": 1,
     }
-    for number, kind in enumerate((InOurOrder, samestep.hf.Trainer)):
-        callback, calls = spy()
-        hf_trainer = trainer(kind, tmp_path / str(number), callback, **training_options)
+    for number, trainer_class in enumerate((StockTrainer, samestep.hf.Trainer)):
+        callback, calls = make_recorder()
+        hf_trainer = make_trainer(
+            trainer_class, tmp_path / str(number), callback, **training_options
+        )
         hf_trainer.train()
         call_lists.append(calls)
     assert [call[:3] for call in call_lists[1]] == [call[:3] for call in call_lists[0]]
@@ -129,16 +137,16 @@ class Stopper(TrainerCallback):
         control.should_training_stop = state.global_step == 2
 
 
-class LooksAtWeights(TrainerCallback):
+class ReadsWeights(TrainerCallback):
     def on_step_end(self, *_, model=None, **__):
         model.weight.norm()
 
 
-class LooksAtGradients(TrainerCallback):
+class ReadsGradients(TrainerCallback):
     def on_pre_optimizer_step(self, *_, **__): ...
 
 
-class AsksForALog(TrainerCallback):
+class RequestsLog(TrainerCallback):
     def on_step_end(self, args, state, control, model=None, **__):  # noqa: ARG002
         assert not hasattr(model, "config")
         control.should_log = state.global_step == 2
@@ -148,45 +156,45 @@ class AsksForALog(TrainerCallback):
     ("callback", "message"),
     [
         (Stopper(), "Stopper cannot be honored: it set should_training_stop after step 2"),
-        (LooksAtWeights(), r"no use of the model in LooksAtWeights.on_step_end .* got \.weight"),
-        (LooksAtGradients(), r"LooksAtGradients\.on_pre_optimizer_step cannot be honored"),
+        (ReadsWeights(), r"no use of the model in ReadsWeights.on_step_end .* got \.weight"),
+        (ReadsGradients(), r"ReadsGradients\.on_pre_optimizer_step cannot be honored"),
     ],
 )
-def test_a_callback_that_changes_the_run_is_refused_by_name(tmp_path, callback, message):
+def test_callback_that_needs_the_stock_loop_is_refused_by_name(tmp_path, callback, message):
     with pytest.raises(SamestepError, match=message):
-        trainer(samestep.hf.Trainer, tmp_path, callback).train()
+        make_trainer(samestep.hf.Trainer, tmp_path, callback).train()
 
 
-def test_a_callback_may_ask_for_a_row_of_the_log(tmp_path):
-    hf_trainer = trainer(samestep.hf.Trainer, tmp_path, AsksForALog(), logging_strategy="no")
+def test_callback_may_request_a_row_of_the_log(tmp_path):
+    hf_trainer = make_trainer(samestep.hf.Trainer, tmp_path, RequestsLog(), logging_strategy="no")
     hf_trainer.train()
     assert [row["step"] for row in hf_trainer.state.log_history if "loss" in row] == [2]
 
 
 def test_an_error_in_a_callback_is_raised_and_the_run_can_be_resumed(tmp_path, capsys):
-    class Fails(TrainerCallback):
+    class FailingCallback(TrainerCallback):
         def on_log(self, args, state, control, **__):  # noqa: ARG002
             if state.global_step == 2:
                 raise ZeroDivisionError("mine")
 
     training_options: dict[str, Any] = {"num_train_epochs": 8}
     with pytest.raises(ZeroDivisionError, match="mine"):
-        trainer(samestep.hf.Trainer, tmp_path, Fails(), **training_options).train()
+        make_trainer(samestep.hf.Trainer, tmp_path, FailingCallback(), **training_options).train()
     assert "resume it: " in capsys.readouterr().out
-    resumed = trainer(samestep.hf.Trainer, tmp_path, **training_options)
+    resumed = make_trainer(samestep.hf.Trainer, tmp_path, **training_options)
     resumed.train(resume_from_checkpoint=True)
     assert [row["step"] for row in resumed.state.log_history if "loss" in row] == [*range(1, 25)]
-    uninterrupted = trainer(samestep.hf.Trainer, tmp_path / "whole", **training_options)
+    uninterrupted = make_trainer(samestep.hf.Trainer, tmp_path / "whole", **training_options)
     uninterrupted.train()
     assert resumed.fitted.digest == uninterrupted.fitted.digest
-    repeat = trainer(samestep.hf.Trainer, tmp_path, **training_options)
+    repeat = make_trainer(samestep.hf.Trainer, tmp_path, **training_options)
     repeat.train(resume_from_checkpoint=str(tmp_path / "run-1"))
     assert repeat.fitted.digest == uninterrupted.fitted.digest
 
 
 def test_a_resumed_run_may_have_more_steps(tmp_path):
     def train(name, steps, resume=None):
-        hf_trainer = trainer(
+        hf_trainer = make_trainer(
             samestep.hf.Trainer, tmp_path / name, max_steps=steps, lr_scheduler_type="constant"
         )
         hf_trainer.train(resume_from_checkpoint=resume)
@@ -197,24 +205,24 @@ def test_a_resumed_run_may_have_more_steps(tmp_path):
     assert train("more", 5, resume=True) == train("whole", 5)
 
 
-def test_without_a_run_there_is_nothing_to_resume(tmp_path):
+def test_resuming_without_a_run_is_refused(tmp_path):
     for resume_from, message in (
         (True, "expected a run in"),
         (str(tmp_path), "which has no run.json"),
     ):
         with pytest.raises(SamestepError, match=message):
-            trainer(samestep.hf.Trainer, tmp_path).train(resume_from_checkpoint=resume_from)
+            make_trainer(samestep.hf.Trainer, tmp_path).train(resume_from_checkpoint=resume_from)
 
 
 @pytest.mark.parametrize(
     ("patience", "threshold"), [(2, 0.0), pytest.param(3, 0.06, marks=pytest.mark.slow)]
 )
 def test_early_stopping_and_best_model_equal_the_stock_trainer(tmp_path, patience, threshold):
-    """With the threshold, small improvements are the best so far but do not count."""
+    """An improvement below the threshold gives the best model, but does not reset the patience."""
     outcomes: list[Any] = []
-    for number, kind in enumerate((InOurOrder, samestep.hf.Trainer)):
-        hf_trainer = trainer(
-            kind, tmp_path / str(number), EarlyStoppingCallback(patience, threshold),
+    for number, trainer_class in enumerate((StockTrainer, samestep.hf.Trainer)):
+        hf_trainer = make_trainer(
+            trainer_class, tmp_path / str(number), EarlyStoppingCallback(patience, threshold),
             eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
             load_best_model_at_end=True, num_train_epochs=6, compute_metrics=accuracy,
             metric_for_best_model="loss" if threshold else "accuracy",
@@ -222,23 +230,23 @@ def test_early_stopping_and_best_model_equal_the_stock_trainer(tmp_path, patienc
         )  # fmt: skip
         hf_trainer.train()
         state = hf_trainer.state
-        figures = hf_trainer.evaluate()
-        outcomes.append((state.best_global_step, state.global_step, figures["eval_accuracy"]))
+        metrics = hf_trainer.evaluate()
+        outcomes.append((state.best_global_step, state.global_step, metrics["eval_accuracy"]))
         outcomes[-1] += (state.best_metric, hf_trainer.model.weight.detach().clone())
-    assert outcomes[0][1] < 18
+    assert outcomes[0][1] < 18, "stopped before the last of 6 epochs ended"
     for expected, actual in zip(outcomes[0][:4], outcomes[1][:4], strict=True):
         assert actual == pytest.approx(expected, rel=1e-4)
     torch.testing.assert_close(outcomes[1][4], outcomes[0][4], rtol=1e-4, atol=1e-5)
 
 
-def test_joined_script_learns_where_the_best_weights_are(caplog):
+def test_joined_script_logs_where_the_best_weights_are(caplog):
     joined_result: Any = SimpleNamespace(directory=None)
     _load_best(trainer=None, result=joined_result)
     assert "keeps its last weights; the best ones are in the run's directory" in caplog.text
 
 
-def test_a_metric_that_is_not_computed_is_named(tmp_path):
-    hf_trainer = trainer(
+def test_error_for_a_metric_that_is_not_computed_lists_the_computed_ones(tmp_path):
+    hf_trainer = make_trainer(
         samestep.hf.Trainer, tmp_path, eval_strategy="epoch", save_strategy="epoch",
         load_best_model_at_end=True, metric_for_best_model="f1", compute_metrics=accuracy,
     )  # fmt: skip
@@ -246,7 +254,7 @@ def test_a_metric_that_is_not_computed_is_named(tmp_path):
         hf_trainer.train()
 
 
-def test_model_is_rebuilt_for_each_training(tmp_path):
+def test_model_init_is_called_for_each_training(tmp_path):
     hf_trainer: Any = samestep.hf.Trainer(
         model_init=Classifier, args=TrainingArguments(output_dir=str(tmp_path), **SETTINGS),
         train_dataset=DATA,
@@ -277,6 +285,6 @@ def test_rows_reach_on_log_as_they_are_committed(tmp_path):
         merged.setdefault(row["step"], {}).update(row)
     assert list(merged.values()) == list(result.history)
     with torch.no_grad():
-        expected = max(float(result.module(each["x"])) for each in DATA[:4])
+        expected = max(float(result.module(sample["x"])) for sample in DATA[:4])
     assert result.metrics["largest"] == pytest.approx(expected, rel=1e-6)
     assert re.fullmatch(r"[0-9a-f]{64}", result.digest)

@@ -1,4 +1,4 @@
-"""A Trainer's loss over a large vocabulary is computed a few tokens at a time, with its values."""
+"""The loss of a Trainer over a large vocabulary is computed in parts, with equal values."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def items(vocabulary: int = VOCABULARY) -> list[dict[str, torch.Tensor]]:
     return [{name: array[row] for name, array in arrays.items()} for row in range(2)]
 
 
-def trainer_of(kind: Any, model: Any, directory: Any, **more: Any) -> Any:
+def make_trainer(trainer_class: Any, model: Any, directory: Any, *, smoothing: float = 0.0) -> Any:
     arguments = TrainingArguments(
         output_dir=str(directory), per_device_train_batch_size=2, max_steps=2, use_cpu=True,
         report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=1,
-        label_smoothing_factor=more.get("smoothing", 0.0),
+        label_smoothing_factor=smoothing,
     )  # fmt: skip
-    return kind(model=model, args=arguments, train_dataset=items(), **more.get("extra", {}))
+    return trainer_class(model=model, args=arguments, train_dataset=items())
 
 
 def batch(trainer: Any, rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -44,52 +44,54 @@ def batch(trainer: Any, rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.
 @pytest.mark.parametrize(
     ("name", "smoothing"), [*((name, 0.0) for name in MODELS), ("llama", 0.1), ("bert", 0.1)]
 )
-def test_loss_and_gradients_are_those_of_transformers(name, smoothing, tmp_path, monkeypatch):
-    """A smoothed loss takes all logits at once: transformers computes it from probabilities."""
+def test_loss_and_gradients_equal_those_of_transformers(name, smoothing, tmp_path, monkeypatch):
+    """A smoothed loss needs all logits at once: transformers computes it from probabilities."""
     expected, model = MODELS[name](), MODELS[name]()
-    stock = trainer_of(Trainer, expected, tmp_path, smoothing=smoothing)
-    given = stock.data_collator(items())
-    items_in_batch = stock._get_num_items_in_batch([given], torch.device("cpu"))
-    stock_loss = stock.compute_loss(expected, {**given}, num_items_in_batch=items_in_batch)
+    stock = make_trainer(Trainer, expected, tmp_path, smoothing=smoothing)
+    stock_batch = stock.data_collator(items())
+    items_in_batch = stock._get_num_items_in_batch([stock_batch], torch.device("cpu"))
+    stock_loss = stock.compute_loss(expected, {**stock_batch}, num_items_in_batch=items_in_batch)
     stock_loss.backward()
     monkeypatch.setattr(vocabulary_loss, "tokens_per_part", lambda _: CHUNK_TOKENS)
-    trainer = trainer_of(samestep.hf.Trainer, model, tmp_path, smoothing=smoothing)
+    trainer = make_trainer(samestep.hf.Trainer, model, tmp_path, smoothing=smoothing)
     losses = SummedLoss(trainer, [batch(trainer, items()[:1])])
-    whole = batch(trainer, items())
+    whole_batch = batch(trainer, items())
     with mock.patch.object(logits_in_parts, "checkpoint", side_effect=checkpoint) as computed:
-        loss = losses.loss(model, whole) / losses.weight(whole)
-    assert computed.call_count >= 48 // CHUNK_TOKENS or smoothing
+        loss = losses.loss(model, whole_batch) / losses.weight(whole_batch)
+    if not smoothing:
+        assert computed.call_count >= 48 // CHUNK_TOKENS
     loss.backward()
     assert float(loss.detach()) == pytest.approx(float(stock_loss.detach()), rel=1e-6)
     assert_same_gradients(model, expected)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "t5", "bart"])
-def test_logits_are_those_of_a_few_tokens(name, tmp_path, monkeypatch):
+def test_largest_tensor_is_the_logits_of_one_part(name, tmp_path, monkeypatch):
     model = MODELS[name](LARGE_VOCABULARY)
-    trainer = trainer_of(samestep.hf.Trainer, model, tmp_path)
+    trainer = make_trainer(samestep.hf.Trainer, model, tmp_path)
     losses = SummedLoss(trainer, [batch(trainer, items(LARGE_VOCABULARY)[:1])])
-    largest = []
-    for at_once in (1 << 20, 33):
-        monkeypatch.setattr(vocabulary_loss, "tokens_per_part", lambda _, count=at_once: count)
-        with LargestTensor() as trained:
+    largest_elements = []
+    # All 48 tokens; then one more than the hidden size, so that the head's weight is smaller.
+    for chunk_tokens in (1 << 20, 33):
+        monkeypatch.setattr(vocabulary_loss, "tokens_per_part", lambda _, count=chunk_tokens: count)
+        with LargestTensor() as in_training:
             losses.loss(model, batch(trainer, items(LARGE_VOCABULARY))).backward()
-        with LargestTensor() as evaluated, torch.no_grad():
+        with LargestTensor() as in_evaluation, torch.no_grad():
             losses.loss(model, batch(trainer, items(LARGE_VOCABULARY)))
-        assert evaluated.elements == trained.elements
-        largest.append(trained.elements)
-    assert largest == [48 * LARGE_VOCABULARY, 33 * LARGE_VOCABULARY]
+        assert in_evaluation.elements == in_training.elements
+        largest_elements.append(in_training.elements)
+    assert largest_elements == [48 * LARGE_VOCABULARY, 33 * LARGE_VOCABULARY]
 
 
 @pytest.mark.parametrize("name", ["llama", "t5"])
-def test_a_run_is_that_of_all_logits_at_once(name, tmp_path, monkeypatch):
+def test_losses_of_a_run_equal_those_with_all_logits_at_once(name, tmp_path, monkeypatch):
     runs = []
-    for at_once in (1 << 20, CHUNK_TOKENS):
-        monkeypatch.setattr(vocabulary_loss, "tokens_per_part", lambda _, count=at_once: count)
-        trainer = trainer_of(samestep.hf.Trainer, MODELS[name](), tmp_path / str(at_once))
+    for chunk_tokens in (1 << 20, CHUNK_TOKENS):
+        monkeypatch.setattr(vocabulary_loss, "tokens_per_part", lambda _, count=chunk_tokens: count)
+        trainer = make_trainer(samestep.hf.Trainer, MODELS[name](), tmp_path / str(chunk_tokens))
         with mock.patch.object(logits_in_parts, "checkpoint", side_effect=checkpoint) as computed:
             trainer.train()
-        assert bool(computed.call_count) == (at_once == CHUNK_TOKENS)
+        assert bool(computed.call_count) == (chunk_tokens == CHUNK_TOKENS)
         runs.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
     assert len(runs[0]) == 2
     assert runs[1] == pytest.approx(runs[0], rel=1e-5)

@@ -1,4 +1,4 @@
-"""Which loss a Trainer's model has, and its conversion to a sum over samples."""
+"""The loss of a Trainer's model, and its conversion to a sum over samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLASSES = (torch.arange(24) >= 19).long()
 
 
 class Tagger(nn.Module):
-    """Labels three positions of each sample; its base is frozen and stays in evaluation mode."""
+    """A model that labels three positions of each sample; its frozen base is in evaluation mode."""
 
     def __init__(self):
         super().__init__()
@@ -38,27 +38,27 @@ class Classifier(nn.Linear):
         return {"logits": super().forward(x)}
 
 
-class Ignores(Classifier):
-    """Accepts transformers' item count, and ignores it, as BERT's heads do."""
+class ClassifierIgnoringItemCount(Classifier):
+    """A model that accepts transformers' item count and ignores it, as BERT's heads do."""
 
     def forward(self, x, labels=None, **_):  # type: ignore[override]
         return {"loss": functional.cross_entropy(super().forward(x)["logits"], labels)}
 
 
-class Weighted(samestep.hf.Trainer):
+class TrainerWithWeightedMean(samestep.hf.Trainer):
     def compute_loss(self, model, inputs, **_):  # type: ignore[override]
         logits, weights = model(inputs["x"])["logits"], torch.tensor([0.2, 0.8]).to(inputs["x"])
         return functional.cross_entropy(logits, inputs["labels"], weights)
 
 
-class WeightedSum(samestep.hf.Trainer):
+class TrainerWithWeightedSum(samestep.hf.Trainer):
     def compute_loss(self, model, inputs, *, num_items_in_batch):  # type: ignore[override]
         logits, weights = model(inputs["x"])["logits"], torch.tensor([0.2, 0.8]).to(inputs["x"])
         summed = functional.cross_entropy(logits, inputs["labels"], weights, reduction="sum")
         return summed / num_items_in_batch
 
 
-def trainer(kind, model, labels, directory, *, batch=8, microbatches=1, **overrides):
+def make_trainer(trainer_class, model, labels, directory, *, batch=8, microbatches=1, **overrides):
     torch.manual_seed(0)
     arguments = TrainingArguments(
         output_dir=str(directory), per_device_train_batch_size=batch, max_steps=1, use_cpu=True,
@@ -66,53 +66,60 @@ def trainer(kind, model, labels, directory, *, batch=8, microbatches=1, **overri
         gradient_accumulation_steps=microbatches,
     )  # fmt: skip
     data = [{"x": x, "labels": y} for x, y in zip(X, labels, strict=True)]
-    own_arguments = {"samestep": overrides} if issubclass(kind, samestep.hf.Trainer) else {}
-    return kind(model=model, args=arguments, train_dataset=data, **own_arguments)
+    is_ours = issubclass(trainer_class, samestep.hf.Trainer)
+    our_arguments = {"samestep": overrides} if is_ours else {}
+    return trainer_class(model=model, args=arguments, train_dataset=data, **our_arguments)
 
 
-def test_a_mean_that_class_weights_divide_is_refused_with_its_remedy(tmp_path):
-    hf_trainer = trainer(Weighted, Classifier(), CLASSES, tmp_path, microbatch=4)
+def test_mean_weighted_by_class_is_refused_with_a_remedy(tmp_path):
+    hf_trainer = make_trainer(
+        TrainerWithWeightedMean, Classifier(), CLASSES, tmp_path, microbatch=4
+    )
     message = r"compute_loss: .*a mean weighted by class.*divided by num_items_in_batch adds up"
     with pytest.raises(SamestepError, match=message) as error:
         hf_trainer.train()
     assert "\n" not in str(error.value)
 
 
-def test_a_weighted_sum_over_the_items_is_trained(tmp_path):
-    hf_trainer = trainer(WeightedSum, Classifier(), CLASSES, tmp_path, microbatch=4)
+def test_weighted_sum_divided_by_the_item_count_is_trained(tmp_path):
+    hf_trainer = make_trainer(TrainerWithWeightedSum, Classifier(), CLASSES, tmp_path, microbatch=4)
     assert hf_trainer.train().global_step == 1
 
 
-def test_first_samples_whose_labels_are_all_ignored_and_noise_are_trained(tmp_path):
+def test_model_with_noise_trains_although_the_first_samples_have_only_ignored_labels(tmp_path):
     labels = (torch.arange(72) % 2).view(24, 3).masked_fill(torch.arange(24)[:, None] < 3, -100)
     model = Tagger()
-    hf_trainer = trainer(samestep.hf.Trainer, model, labels, tmp_path, microbatch=4)
+    hf_trainer = make_trainer(samestep.hf.Trainer, model, labels, tmp_path, microbatch=4)
     before = model.head.weight.detach().clone()
     assert hf_trainer.train().global_step == 1
     assert not torch.equal(before, model.head.weight)
 
 
-def test_trying_a_loss_leaves_the_model_in_training_mode(tmp_path, monkeypatch):
-    """As the class's own loop does before each step."""
+def test_trial_of_a_loss_leaves_the_model_in_training_mode(tmp_path, monkeypatch):
+    """transformers' loop calls `model.train()` before each step."""
     model = Tagger()
-    hf_trainer = trainer(samestep.hf.Trainer, model, CLASSES[:, None].expand(-1, 3), tmp_path)
+    hf_trainer = make_trainer(samestep.hf.Trainer, model, CLASSES[:, None].expand(-1, 3), tmp_path)
 
-    def look(build, **_):
+    def build_only(build, **_):
         build()
-        raise SamestepError("looked")
+        raise SamestepError("built")
 
-    monkeypatch.setattr("samestep.hf.training.fit", look)
-    with pytest.raises(SamestepError, match="looked"):
+    monkeypatch.setattr("samestep.hf.training.fit", build_only)
+    with pytest.raises(SamestepError, match="built"):
         hf_trainer.train()
-    assert all(each.training for each in model.modules())
+    assert all(module.training for module in model.modules())
 
 
-def test_ignored_item_count_is_reported_where_stock_adds_means(tmp_path, caplog):
+def test_warning_if_the_stock_trainer_adds_means_because_the_item_count_is_ignored(
+    tmp_path, caplog
+):
     log_lines = []
-    for number, kind in enumerate((samestep.hf.Trainer, Trainer)):
+    for number, trainer_class in enumerate((samestep.hf.Trainer, Trainer)):
         torch.manual_seed(1)
         sizes = {"batch": 12, "microbatches": 2}
-        hf_trainer = trainer(kind, Ignores(), CLASSES, tmp_path / str(number), **sizes)
+        hf_trainer = make_trainer(
+            trainer_class, ClassifierIgnoringItemCount(), CLASSES, tmp_path / str(number), **sizes
+        )
         hf_trainer.train()
         log_lines.append([row["loss"] for row in hf_trainer.state.log_history if "loss" in row])
     assert log_lines[1] == pytest.approx([2 * loss for loss in log_lines[0]], rel=1e-3)

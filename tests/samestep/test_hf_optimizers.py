@@ -15,8 +15,8 @@ from tests.samestep.test_hf_trainer import (
     ITEMS,
     SETTINGS,
     TEXTS,
-    InOurOrder,
-    _Epochs,
+    EpochSampler,
+    StockTrainer,
     batch_of,
     collate,
     losses,
@@ -38,7 +38,7 @@ def assert_same(trainer, stock) -> None:
 
 
 def layer_wise_adamw(trainer):
-    """AdamW with a rate for each layer, and no decay on norms."""
+    """Return AdamW with a learning rate for each layer, and without decay on norms."""
     groups = []
     for name, p in trainer.model.named_parameters():
         depth = next((n for n in range(2) if f"layers.{n}." in name), 0)
@@ -53,15 +53,15 @@ class LayerWiseMixin:
         return self.optimizer
 
 
-class OursLayerWise(LayerWiseMixin, samestep.hf.Trainer):  # type: ignore[misc]  # untyped
+class LayerWiseTrainer(LayerWiseMixin, samestep.hf.Trainer):  # type: ignore[misc]  # untyped
     pass
 
 
-class StockLayerWise(LayerWiseMixin, InOurOrder):
+class LayerWiseStockTrainer(LayerWiseMixin, StockTrainer):
     pass
 
 
-def with_optimizers(trainer_class, directory):
+def train_with_optimizer_objects(trainer_class, directory):
     trainer = make_trainer(trainer_class, directory, num_train_epochs=1)
     optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.7**step)
@@ -72,12 +72,12 @@ def with_optimizers(trainer_class, directory):
 
 def test_custom_optimizers_equal_the_stock_trainer(tmp_path):
     assert_same(
-        with_optimizers(samestep.hf.Trainer, tmp_path / "ours"),
-        with_optimizers(InOurOrder, tmp_path / "stock"),
+        train_with_optimizer_objects(samestep.hf.Trainer, tmp_path / "ours"),
+        train_with_optimizer_objects(StockTrainer, tmp_path / "stock"),
     )
     training_options = {"num_train_epochs": 1}
-    trainer = train(OursLayerWise, tmp_path / "ours", **training_options)
-    assert_same(trainer, train(StockLayerWise, tmp_path / "stock", **training_options))
+    trainer = train(LayerWiseTrainer, tmp_path / "ours", **training_options)
+    assert_same(trainer, train(LayerWiseStockTrainer, tmp_path / "stock", **training_options))
     assert trainer.optimizer is None  # a second train() creates its own
 
 
@@ -88,11 +88,11 @@ def test_named_optimizers_are_created_and_translated(tmp_path):
     ):
         arguments = {"num_train_epochs": 1, **training_options}
         trainer = train(samestep.hf.Trainer, tmp_path / "ours", **arguments)
-        assert_same(trainer, train(InOurOrder, tmp_path / "stock", **arguments))
+        assert_same(trainer, train(StockTrainer, tmp_path / "stock", **arguments))
 
 
-class SeededNoise(InOurOrder):
-    """The stock Trainer, seeded before each forward as samestep seeds a microbatch."""
+class SeededStockTrainer(StockTrainer):
+    """The stock Trainer, whose generator is seeded before each microbatch as samestep seeds it."""
 
     microbatches = 0
 
@@ -105,7 +105,7 @@ class SeededNoise(InOurOrder):
 def test_neftune_noise_equals_that_of_the_stock_trainer(tmp_path):
     training_options = {"neftune_noise_alpha": 5.0, "num_train_epochs": 1}
     trainer = train(samestep.hf.Trainer, tmp_path / "ours", **training_options)
-    stock = make_trainer(SeededNoise, tmp_path / "stock", **training_options)
+    stock = make_trainer(SeededStockTrainer, tmp_path / "stock", **training_options)
     stock.train()
     assert_same(trainer, stock)
     embeddings = trainer.model.get_input_embeddings()
@@ -114,18 +114,18 @@ def test_neftune_noise_equals_that_of_the_stock_trainer(tmp_path):
 
 
 def test_data_seed_changes_only_the_order_of_samples(tmp_path):
-    class InOrderOf9(InOurOrder):
+    class StockTrainerWithDataSeed(StockTrainer):
         def _get_train_sampler(self, *_):
-            return _Epochs(SampleOrder(9, len(TEXTS), batch_of(self.args)))
+            return EpochSampler(SampleOrder(9, len(TEXTS), batch_of(self.args)))
 
     training_options = {"data_seed": 9, "num_train_epochs": 1}
     trainer = train(samestep.hf.Trainer, tmp_path / "ours", **training_options)
-    assert_same(trainer, train(InOrderOf9, tmp_path / "stock", **training_options))
+    assert_same(trainer, train(StockTrainerWithDataSeed, tmp_path / "stock", **training_options))
 
 
 def test_several_evaluation_sets_have_the_log_of_the_stock_trainer(tmp_path):
     logs = []
-    for trainer_class in (samestep.hf.Trainer, InOurOrder):
+    for trainer_class in (samestep.hf.Trainer, StockTrainer):
         torch.manual_seed(0)
         arguments: dict[str, Any] = {
             **SETTINGS,
@@ -149,7 +149,7 @@ def test_several_evaluation_sets_have_the_log_of_the_stock_trainer(tmp_path):
         == [name for _, name, _ in logs[1]]
         == ["eval_web_loss", "eval_books_loss", "train_loss"]
     )
-    # transformers averages the means of its batches; these have one batch each
+    # transformers averages the means of batches; here each evaluation set is one batch.
     assert [v for *_, v in logs[0]] == pytest.approx([v for *_, v in logs[1]], rel=1e-5)
 
 
@@ -173,7 +173,7 @@ def test_batch_norm_trains_with_the_microbatch_as_the_unit(tmp_path):
     outcomes = []
     unit = {"unit": "microbatch"}
     variants: list[tuple[Any, dict[str, Any]]] = [
-        (samestep.hf.Trainer, {"samestep": unit}), (InOurOrder, {}),
+        (samestep.hf.Trainer, {"samestep": unit}), (StockTrainer, {}),
     ]  # fmt: skip
     for trainer_class, extra_arguments in variants:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Test of `samestep.hf.sft.SFTTrainer` against TRL's.
+"""Test of `samestep.hf.sft.SFTTrainer` against TRL's `SFTTrainer`.
 
 Needs TRL (`pip install 'samestep[trl]'`). Run this file with `pytest -m slow`.
 """
@@ -10,7 +10,7 @@ import torch
 
 from protocol.exact.samples import SampleOrder
 from protocol.spec.sections.tasks import BatchSpec
-from tests.samestep.test_hf_trainer import CONFIG, TEXTS, _Epochs, losses
+from tests.samestep.test_hf_trainer import CONFIG, TEXTS, EpochSampler, losses
 
 SETTINGS = {
     "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_train_epochs": 1,
@@ -53,10 +53,10 @@ def test_losses_equal_the_stock_trainer_on_the_same_order(tmp_path):
     trl = pytest.importorskip("trl", reason="pip install 'samestep[trl]'")
     from samestep.hf.sft import SFTTrainer
 
-    class InOurOrder(trl.SFTTrainer):  # type: ignore[name-defined, misc]
+    class StockTrainer(trl.SFTTrainer):  # type: ignore[name-defined, misc]
         def _get_train_sampler(self, *_):
-            return _Epochs(SampleOrder(5, len(TEXTS), BatchSpec(samples=4, microbatch=2)))
+            return EpochSampler(SampleOrder(5, len(TEXTS), BatchSpec(samples=4, microbatch=2)))
 
-    stock = train(InOurOrder, tmp_path / "stock")
+    stock = train(StockTrainer, tmp_path / "stock")
     samestep_trainer = train(SFTTrainer, tmp_path / "ours")
     assert losses(samestep_trainer) == pytest.approx(losses(stock), rel=1e-5)

@@ -1,5 +1,5 @@
-"""Tests that `samestep.hf.Trainer` has the losses of transformers' Trainer and ignores no
-argument."""
+"""`samestep.hf.Trainer` has the losses of transformers' Trainer, and ignores no argument that
+matters."""
 
 from __future__ import annotations
 
@@ -53,14 +53,16 @@ def collate(items):
     return {"input_ids": ids, "attention_mask": (labels != -100).long(), "labels": labels}
 
 
-class InOurOrder(transformers.Trainer):
+class StockTrainer(transformers.Trainer):
     """The stock Trainer with samestep's order of samples."""
 
     def _get_train_sampler(self, *_):
-        return _Epochs(SampleOrder(5, len(TEXTS), batch_of(self.args)))
+        return EpochSampler(SampleOrder(5, len(TEXTS), batch_of(self.args)))
 
 
-class _Epochs(torch.utils.data.Sampler[int]):
+class EpochSampler(torch.utils.data.Sampler[int]):
+    """The samples of an epoch in the order of a run."""
+
     def __init__(self, order):
         self._order, self._epoch = order, 0
 
@@ -126,7 +128,7 @@ def _any_port(monkeypatch):
 
 
 def test_losses_equal_the_stock_trainer_on_the_same_order(tmp_path, samestep_trainer):
-    stock = train(InOurOrder, tmp_path)
+    stock = train(StockTrainer, tmp_path)
     assert len(losses(samestep_trainer)) == 8
     assert losses(samestep_trainer) == pytest.approx(losses(stock), rel=1e-5)
     for name, tensor in stock.model.named_parameters():
@@ -152,7 +154,7 @@ def test_losses_equal_the_stock_trainer_on_the_same_order(tmp_path, samestep_tra
     ],
 )
 def test_log_equals_the_stock_trainer(tmp_path, samestep_trainer, schedule_options):
-    stock = train(InOurOrder, tmp_path / "stock", **schedule_options)
+    stock = train(StockTrainer, tmp_path / "stock", **schedule_options)
     if "per_device_train_batch_size" in schedule_options:
         samestep_trainer = train(samestep.hf.Trainer, tmp_path / "ours", **schedule_options)
     else:
@@ -181,13 +183,13 @@ def test_log_equals_the_stock_trainer(tmp_path, samestep_trainer, schedule_optio
         ("warmup_stable_decay", {"num_decay_steps": 2}),
     ],
 )
-def test_schedule_gives_the_losses_of_the_stock_trainer(tmp_path, schedule, options):
+def test_schedule_has_the_losses_and_rates_of_the_stock_trainer(tmp_path, schedule, options):
     schedule_options = {
         "lr_scheduler_type": schedule,
         "lr_scheduler_kwargs": options,
         "num_train_epochs": 1,
     }
-    stock = train(InOurOrder, tmp_path / "stock", **schedule_options)
+    stock = train(StockTrainer, tmp_path / "stock", **schedule_options)
     our_trainer = train(samestep.hf.Trainer, tmp_path / "ours", **schedule_options)
     assert losses(our_trainer) == pytest.approx(losses(stock), rel=1e-5)
     rates = [[row["learning_rate"] for row in t.state.log_history if "loss" in row]
@@ -229,7 +231,7 @@ def test_refused_argument_is_named_with_its_value(tmp_path, name):
         ({"max_steps": -1, "num_train_epochs": 0}, "num_train_epochs=0 cannot be honored"),
     ],
 )
-def test_unsupported_arguments_are_named(tmp_path, arguments, message):
+def test_error_for_an_unsupported_argument_names_its_value(tmp_path, arguments, message):
     with pytest.raises(SamestepError, match=message):
         train(samestep.hf.Trainer, tmp_path, **arguments)
 
@@ -255,7 +257,7 @@ class CustomInputs(transformers.Trainer):
 
 
 class MixedTrainer(samestep.hf.SamestepMixin, CustomInputs):  # type: ignore[misc]  # it ships no types
-    """A Trainer whose base class after our mixin overrides a method."""
+    """A Trainer in which a class after the mixin overrides a method."""
 
 
 class CustomEvaluation(samestep.hf.Trainer):
@@ -263,7 +265,7 @@ class CustomEvaluation(samestep.hf.Trainer):
         return {}
 
 
-def test_overridden_methods_of_the_loop_are_named(tmp_path):
+def test_overridden_methods_of_the_loop_are_refused_by_name(tmp_path):
     for trainer_class, method_name in (
         (CustomStep, "CustomStep.training_step"),
         (MixedTrainer, "CustomInputs._prepare_inputs"),
@@ -309,7 +311,9 @@ def test_mean_loss_is_multiplied_by_the_number_of_samples(tmp_path):
         ([2], "expected arguments of fit by name, got list: write samestep="),
     ],
 )
-def test_arguments_unused_by_fit_are_named(tmp_path, samestep_arguments, message):
+def test_arguments_that_fit_does_not_have_are_refused_by_name(
+    tmp_path, samestep_arguments, message
+):
     with pytest.raises(SamestepError, match=f"samestep: {re.escape(message)}"):
         samestep.hf.Trainer(
             args=TrainingArguments(output_dir=str(tmp_path)), samestep=samestep_arguments
