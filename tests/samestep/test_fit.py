@@ -248,8 +248,8 @@ def count_calls():
 def is_call(module, number):
     """Return whether this is the loss's call `number` in float32, from 0.
 
-    Two such calls try the task and eleven try it on the device. Then there is one for each
-    microbatch, and one after each of two steps. Other trials compute in float64.
+    `fit` makes four such calls when it builds the task, and about a dozen when it tries the device:
+    call 5 is such a trial, call 22 belongs to one of the first steps. Other trials use float64.
     """
     return module.weight.dtype == torch.float32 and count_calls() == number
 
