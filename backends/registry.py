@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from backends.base.interface import Backend, BackendChoice, DeviceInfo
-from protocol.base.device_name import AUTO_ORDER, KINDS, parse_backend
+from protocol.base.device_name import AUTO_ORDER, DEVICE_BACKENDS, parse_backend
 from protocol.base.errors import BackendUnavailable
 
 if TYPE_CHECKING:
@@ -118,7 +118,12 @@ def restore_torch_settings() -> Iterator[None]:
 def devices() -> list[DeviceInfo]:
     """List this machine's usable devices, and the unusable ones of common backends with the
     reason; the preferred backend comes first."""
-    return [row for kind in KINDS for row in _devices_of(kind) if row.usable or _is_common(kind)]
+    return [
+        row
+        for kind in DEVICE_BACKENDS
+        for row in _devices_of(kind)
+        if row.usable or _is_common(kind)
+    ]
 
 
 def _is_common(kind: str) -> bool:

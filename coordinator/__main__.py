@@ -14,12 +14,12 @@ if (
     del sys.path[0]
 
 from protocol.cli.command_line import end_when_interrupted
-from protocol.cli.output import keep_reporting
+from protocol.cli.output import tolerate_stream_failures
 
 
 def main() -> None:
     """Entry point."""
-    keep_reporting("coordinator")
+    tolerate_stream_failures("coordinator")
     end_when_interrupted("coordinator")
     from coordinator.cli import main as command  # noqa: PLC0415 -- may be interrupted
 

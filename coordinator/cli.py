@@ -484,12 +484,12 @@ def doctor(
     """Check this machine for common problems, and say what to do."""
     from coordinator.doctor import ServicePlan, examine
     from coordinator.main import DEFAULT_OUT
-    from protocol.cli.doctor import report
+    from protocol.cli.doctor import report_findings
     from protocol.machine.secret_file import state_home
 
     ports = parse_address(bind, "--bind"), parse_address(control, "--control")
     plan = ServicePlan(*ports, out or DEFAULT_OUT, state_home())
-    raise typer.Exit(report(examine(plan), typer.echo, as_json=as_json))
+    raise typer.Exit(report_findings(examine(plan), typer.echo, as_json=as_json))
 
 
 @app.command(hidden=True)

@@ -76,27 +76,27 @@ class ServicePlan:
 
 def examine(plan: ServicePlan) -> Iterator[Finding]:
     """Yield the findings of all checks, the most important checks first."""
-    yield machine_checks.release()
-    yield from machine_checks.packages()
-    yield machine_checks.kernels()
+    yield machine_checks.check_release()
+    yield from machine_checks.check_packages()
+    yield machine_checks.check_kernels()
     yield from _state(plan.home)
     yield from _secrets(join_token_file(plan.home).parent)
-    yield from machine_checks.directory(
+    yield from machine_checks.check_directory(
         "run directory", plan.directory, _LEAST_FREE_BYTES, "--out DIR"
     )
     yield from _syncs(plan.directory)
     yield from _runs(plan.directory)
     yield from _workers_port(*plan.bind, _fingerprint(plan.home))
     yield from _control_port(*plan.control)
-    yield machine_checks.open_files(limits.COORDINATOR_FILES, _FILES_ENOUGH)
-    yield machine_checks.memory(_LEAST_MEMORY_BYTES)
-    yield machine_checks.killed()
-    yield machine_checks.clock()
+    yield machine_checks.check_open_files(limits.COORDINATOR_FILES, _FILES_ENOUGH)
+    yield machine_checks.check_memory(_LEAST_MEMORY_BYTES)
+    yield machine_checks.check_oom_kills()
+    yield machine_checks.check_clock()
 
 
 def _state(home: Path) -> Iterator[Finding]:
     """Check the directory of tokens and keys."""
-    yield from machine_checks.directory(
+    yield from machine_checks.check_directory(
         "state directory", home, limits.MIB, "SAMESTEP_HOME=DIR keeps tokens elsewhere"
     )
     directory = join_token_file(home).parent
@@ -190,7 +190,9 @@ def _syncs(directory: Path) -> Iterator[Finding]:
     """Measure how long a sync of the disk takes."""
     times_ms: list[float] = []
     try:
-        with tempfile.TemporaryFile(dir=machine_checks.nearest(directory), buffering=0) as file:
+        with tempfile.TemporaryFile(
+            dir=machine_checks.nearest_existing(directory), buffering=0
+        ) as file:
             for _ in range(_SYNCS):
                 file.write(bytes(4096))
                 began_s = time.perf_counter()

@@ -15,7 +15,7 @@ from coordinator.members.listening import address_from_here
 from protocol.base.address import format_address
 from protocol.base.errors import ExitCode, RunFailed
 from protocol.cli.command_line import child_environment, command_of
-from protocol.machine.memory import has_new_kills, killed_for_memory
+from protocol.machine.memory import count_oom_kills, has_new_kills
 
 _END_TIMEOUT_S: Final = 10.0
 RESTARTS: Final = 3
@@ -70,7 +70,7 @@ class LocalWorkers:
         self._processes: dict[str, Process] = {}
         self._supervised: list[asyncio.Task[int]] = []
         self._ending = False
-        self._killed = killed_for_memory()
+        self._killed = count_oom_kills()
         self._child_end, self._pipe_end = os.pipe()  # open for as long as this process lives
 
     async def start(self, count: int) -> None:
@@ -126,7 +126,7 @@ class LocalWorkers:
         for restart in range(1, RESTARTS + 1):
             if code >= 0 or -code in _END_SIGNALS or self._ending:
                 break
-            earlier_kills, self._killed = self._killed, killed_for_memory()
+            earlier_kills, self._killed = self._killed, count_oom_kills()
             event_text = f"local worker {name!r} was ended by {signal.Signals(-code).name}"
             if code == -signal.SIGKILL and has_new_kills(earlier_kills, self._killed):
                 event_text = f"local worker {name!r} was killed by the kernel for memory (oom_kill)"

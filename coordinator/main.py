@@ -39,7 +39,7 @@ from protocol.base import limits
 from protocol.base.address import format_address
 from protocol.base.errors import ExitCode, SamestepError, StorageFailed, UsageError
 from protocol.base.option_names import option
-from protocol.cli.command_line import check_writable, end_on_signals, need_open_files
+from protocol.cli.command_line import check_writable, end_on_signals, require_open_files
 from protocol.cli.output import never_wait_for_readers
 from protocol.cli.systemd import Supervisor, SystemJournal
 from protocol.exact.kernels.library import why_not_native
@@ -67,13 +67,13 @@ def main(options: CoordinatorOptions, events: EventPipe | None = None) -> int:
         SamestepError: The process cannot start.
     """
     check_subnormals("the coordinator")
-    need_open_files(limits.COORDINATOR_FILES)
+    require_open_files(limits.COORDINATOR_FILES)
     trackers = check_trackers(options.trackers)
     if options.address_file is not None:
         check_writable(options.address_file, "--address-file")
     keep_freed_memory()
     never_wait_for_readers()
-    journal = None if options.log_json else SystemJournal.behind("coordinator")
+    journal = None if options.log_json else SystemJournal.for_stream("coordinator")
     set_up_logging(journal, as_json=options.log_json)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(_serve(replace(options, trackers=trackers), journal, events))
@@ -123,7 +123,7 @@ async def _serve(
     try:
         progress.start()
         await local.start(options.local_workers)
-        supervisor.ready(lambda: summary(status_document(service, time.monotonic())))
+        supervisor.report_ready(lambda: summary(status_document(service, time.monotonic())))
         await _until_over(service, local if options.local_workers else None)
     finally:
         ticking.cancel()
@@ -322,7 +322,7 @@ class _SystemdSink:
         """See `EventSink`."""
         del run_id
         if isinstance(event, Draining):
-            self._supervisor.stopping()
+            self._supervisor.report_stopping()
 
 
 async def _tick(

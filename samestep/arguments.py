@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from protocol.base.device_name import parse_devices
 from protocol.base.errors import DataError, UsageError
-from protocol.base.fields import Bounded
+from protocol.base.fields import BoundedInt
 from protocol.spec.sections.key_errors import expected_words
 from samestep.optimizers import OptimizerArguments
 from samestep.schedulers import Interval
@@ -59,8 +59,8 @@ def _device(value: str) -> str:
     return value
 
 
-Count = Annotated[Bounded, Field(ge=1), BeforeValidator(_plain_int)]
-CountOrZero = Annotated[Bounded, Field(ge=0), BeforeValidator(_plain_int)]
+Count = Annotated[BoundedInt, Field(ge=1), BeforeValidator(_plain_int)]
+CountOrZero = Annotated[BoundedInt, Field(ge=0), BeforeValidator(_plain_int)]
 Seed = Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(_plain_int)]
 Epochs = Annotated[float, Field(gt=0.0), BeforeValidator(_plain_int)]
 Name = Annotated[str, Field(min_length=1)]

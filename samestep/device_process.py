@@ -12,14 +12,14 @@ import sys
 from pathlib import Path
 
 from protocol.base.errors import DataError, SamestepError, describe_raised
-from protocol.cli.output import keep_reporting
+from protocol.cli.output import tolerate_stream_failures
 from samestep.script_devices import ScriptStart
 from samestep.served_device import ServedDevice, set_served_device
 
 
 def main() -> None:
     """Run the script; its call of `fit` serves the device and does not return."""
-    keep_reporting("worker")
+    tolerate_stream_failures("worker")
     arguments = sys.argv[1:]
     backend, device = arguments[4:6]
     requested_device = int(device) if device.isdecimal() else device or None

@@ -20,7 +20,7 @@ from protocol.base.errors import LocalProtocolError
 from protocol.machine import local_socket
 from protocol.spec.run_spec import RunSpec, parse_run_spec_bytes
 from protocol.wire import tls
-from protocol.wire.authentication import answer, new_nonce, on_this_machine
+from protocol.wire.authentication import answer_challenge, local_fingerprint, new_nonce
 from protocol.wire.connection import Connection, ReceivedMessage, encode
 from protocol.wire.messages import (
     BlockGradientPayload,
@@ -154,8 +154,8 @@ class HostileWorker:
         self.send_hello(**changes)
         token = CoordinatorCredentials.open().join_token()
         challenge = await self.wait_for_message(Challenge)
-        fingerprint = on_this_machine(token.fingerprint) if self._is_local else token.fingerprint
-        self.send(answer(self.hello, challenge, fingerprint, token.secret))
+        fingerprint = local_fingerprint(token.fingerprint) if self._is_local else token.fingerprint
+        self.send(answer_challenge(self.hello, challenge, fingerprint, token.secret))
         welcome = await self.wait_for_message(Welcome)
         self.name, self.term = welcome.worker, welcome.term
         return welcome

@@ -14,12 +14,12 @@ if (
     del sys.path[0]
 
 from protocol.cli.command_line import end_when_interrupted
-from protocol.cli.output import keep_reporting
+from protocol.cli.output import tolerate_stream_failures
 
 
 def main() -> None:
     """Entry point."""
-    keep_reporting("worker")
+    tolerate_stream_failures("worker")
     end_when_interrupted("worker")
     from worker.cli import main as command  # noqa: PLC0415 -- a slow import, interruptible here
 

@@ -345,7 +345,7 @@ def doctor(
     ] = False,
 ) -> None:
     """Check this machine and its connection to the coordinator for common problems."""
-    from protocol.cli.doctor import report
+    from protocol.cli.doctor import report_findings
     from worker.doctor import WorkerPlan, examine
 
     backend, selection = parse_devices(backend, gpus)
@@ -360,7 +360,7 @@ def doctor(
         token_file=token_file,
         plaintext=plaintext,
     )
-    raise typer.Exit(report(examine(plan), typer.echo, as_json=as_json))
+    raise typer.Exit(report_findings(examine(plan), typer.echo, as_json=as_json))
 
 
 @app.command()

@@ -17,7 +17,7 @@ from typing import Final
 
 from backends.base.interface import Array
 from protocol.base.errors import DeviceError, DeviceOutOfMemory, ExitCode, SubnormalsFlushed
-from protocol.cli.output import keep_reporting, never_wait_for_readers
+from protocol.cli.output import never_wait_for_readers, tolerate_stream_failures
 from protocol.exact.reduction.average import copy_finite
 from protocol.machine.allocator import keep_freed_memory
 from protocol.machine.shared_memory import Extent, SharedMemory
@@ -103,7 +103,7 @@ def main(
         arguments: See `worker.shell.device_processes`. Default: the command line's arguments.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    keep_reporting("worker")
+    tolerate_stream_failures("worker")
     never_wait_for_readers()
     pipe_fd, worker_memory_fd, device_memory_fd = map(int, arguments[:3])
     name, backend, device, trace = arguments[3:7]

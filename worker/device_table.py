@@ -51,7 +51,7 @@ def memory_of(info: DeviceInfo) -> int:
 
 def without_swap(memory: Memory) -> int:
     """Return the free main memory in bytes, within the limit of the control group."""
-    return memory.free if memory.bound is None else min(memory.free, memory.bound)
+    return memory.free if memory.limit is None else min(memory.free, memory.limit)
 
 
 def device_lines(devices: Sequence[DeviceInfo]) -> Iterator[str]:

@@ -58,14 +58,14 @@ class WorkerPlan:
 def examine(plan: WorkerPlan) -> Iterator[Finding]:
     """Yield the findings of all checks; those that may take seconds come last."""
     is_scripted = plan.backend.startswith("scripted")
-    yield machine_checks.release()
-    yield from machine_checks.packages(() if is_scripted else ("worker",), ("hf", "vulkan"))
-    yield machine_checks.kernels()
+    yield machine_checks.check_release()
+    yield from machine_checks.check_packages(() if is_scripted else ("worker",), ("hf", "vulkan"))
+    yield machine_checks.check_kernels()
     yield from _check_directories()
-    yield machine_checks.open_files(limits.WORKER_FILES, _ENOUGH_FILES)
-    yield machine_checks.memory(_MIN_MEMORY_BYTES)
-    yield machine_checks.killed()
-    yield machine_checks.clock()
+    yield machine_checks.check_open_files(limits.WORKER_FILES, _ENOUGH_FILES)
+    yield machine_checks.check_memory(_MIN_MEMORY_BYTES)
+    yield machine_checks.check_oom_kills()
+    yield machine_checks.check_clock()
     if not is_scripted:
         yield from device_findings(plan.backend, plan.devices, KernelFiles())
     yield from _check_keys()
@@ -89,8 +89,10 @@ def _check_directories() -> Iterator[Finding]:
     except SamestepError as error:
         yield failure("cache", str(error))
     else:
-        yield from machine_checks.directory("cache", cache, _MIN_FREE_BYTES, "SAMESTEP_CACHE=DIR")
-    yield from machine_checks.directory(
+        yield from machine_checks.check_directory(
+            "cache", cache, _MIN_FREE_BYTES, "SAMESTEP_CACHE=DIR"
+        )
+    yield from machine_checks.check_directory(
         "state directory", state_home(), limits.MIB, "SAMESTEP_HOME=DIR keeps keys elsewhere"
     )
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from protocol.base import limits
 from protocol.base.errors import DeviceError, ExitCode
 from protocol.base.fields import Duty
-from protocol.cli.command_line import end_on_signals, need_open_files, started_by_torchrun
+from protocol.cli.command_line import end_on_signals, require_open_files, started_by_torchrun
 from protocol.cli.output import never_wait_for_readers
 from protocol.cli.systemd import Supervisor, SystemJournal, write_error
 from protocol.exact.kernels.library import why_not_native
@@ -79,7 +79,7 @@ def main(options: WorkerOptions) -> ExitCode:
     """
     never_wait_for_readers()
     keep_freed_memory()
-    need_open_files(limits.WORKER_FILES)
+    require_open_files(limits.WORKER_FILES)
     if started_by_torchrun():
         return _main_of_rank(options)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
@@ -118,7 +118,7 @@ def _main_of_rank(options: WorkerOptions) -> ExitCode:
 
 
 async def _serve(options: WorkerOptions, group: GroupBackendFactory | None = None) -> ExitCode:
-    journal = SystemJournal.behind("worker")
+    journal = SystemJournal.for_stream("worker")
 
     def print_line(text: str) -> None:
         if options.quiet:
@@ -136,7 +136,7 @@ async def _serve(options: WorkerOptions, group: GroupBackendFactory | None = Non
 
     client: Client | None = None
     supervisor = Supervisor()
-    supervisor.ready(
+    supervisor.report_ready(
         lambda: client.status() if client else "looking for the coordinator",
         is_alive=lambda: client is None or not client.is_device_hanging,
     )
@@ -226,7 +226,7 @@ async def _search_network(
 
 def _end_on_signals(client: Client, supervisor: Supervisor) -> None:
     def drain() -> None:
-        supervisor.stopping()
+        supervisor.report_stopping()
         client.drain()
 
     def stop() -> None:

@@ -20,7 +20,7 @@ from protocol.machine import local_socket
 from protocol.machine.shared_segment import SegmentOwner
 from protocol.wire import dial
 from protocol.wire.acceptor import (
-    ACCEPTED_AT_ONCE,
+    MAX_ACCEPTS_PER_TURN,
     Acceptor,
     ProtocolFactory,
     has_spare_descriptors,
@@ -83,7 +83,7 @@ class CoordinatorAcceptor(Acceptor):
     def _accept_local(
         self, listener: socket.socket, fingerprint: bytes, segment_owner: SegmentOwner | None
     ) -> None:
-        for _ in range(ACCEPTED_AT_ONCE):
+        for _ in range(MAX_ACCEPTS_PER_TURN):
             try:
                 endpoint, _ = listener.accept()
             except OSError:
@@ -106,7 +106,7 @@ class CoordinatorAcceptor(Acceptor):
         memory, descriptors = None, list[int]()
         if segment_owner is not None:
             with suppress(OSError):
-                memory, descriptors = segment_owner.to_one()
+                memory, descriptors = segment_owner.new_worker_segment()
         is_same_user = local_socket.welcome(endpoint, fingerprint, descriptors)
         for descriptor in descriptors[1:]:
             os.close(descriptor)

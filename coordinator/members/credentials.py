@@ -94,9 +94,9 @@ class CoordinatorCredentials:
             if (certificate is None) != (key is None) and (has_members or key is None):
                 raise _incomplete_pair(directory, _KEY if key is None else _CERTIFICATE)
             if certificate is None or key is None:
-                from protocol.wire.certificate import self_signed  # noqa: PLC0415 -- 40 ms, once
+                from protocol.wire.certificate import new_certificate  # noqa: PLC0415 -- 40 ms, once
 
-                certificate, key = self_signed()
+                certificate, key = new_certificate()
                 write_secret(directory / _KEY, key)
                 write_secret(directory / _CERTIFICATE, certificate)
             credentials = cls(home, certificate, key)

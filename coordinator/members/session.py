@@ -18,7 +18,7 @@ from protocol.base.errors import (
     UsageError,
     VersionMismatch,
 )
-from protocol.wire.authentication import NO_CERTIFICATE, Exchange, new_nonce, on_this_machine
+from protocol.wire.authentication import NO_CERTIFICATE, Exchange, local_fingerprint, new_nonce
 from protocol.wire.connection import ReceivedMessage
 from protocol.wire.messages import (
     Challenge,
@@ -191,7 +191,7 @@ class JoinCheck:
         self._is_enrolled = hello.enrolled
         fingerprint = self._credentials.fingerprint if self._encrypted else NO_CERTIFICATE
         if self._is_local:
-            fingerprint = on_this_machine(fingerprint)
+            fingerprint = local_fingerprint(fingerprint)
         self._exchange = Exchange(hello, new_nonce(), fingerprint)
         if hello.enrolled:
             self._key = self._credentials.keys.get(self.name)

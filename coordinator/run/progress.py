@@ -874,7 +874,7 @@ class Progress:
         round_, name, non_finite = (
             self.round_of(incoming.message),
             incoming.member.name,
-            incoming.message.found,
+            incoming.message.non_finite,
         )
         if round_ is None:
             return _NO_PROGRESS

@@ -123,4 +123,4 @@ def check_memory(
 
 def _free_bytes() -> int:
     memory = read_memory()
-    return memory.free if memory.bound is None else min(memory.free, memory.bound)
+    return memory.free if memory.limit is None else min(memory.free, memory.limit)

@@ -600,7 +600,7 @@ class Service:
             self._start_next()
             for session in list(self.sessions.values()):
                 silent_s = self._machine.now_s() - session.channel.last_received_s
-                is_paused = session.channel.paused
+                is_paused = session.channel.is_paused
                 if silent_s * 1000 > self._patience_ms(session) and not is_paused:
                     session.channel.abort(f"silent for {silent_s:.0f} s")
                 elif session.check.revoked:
@@ -625,7 +625,7 @@ class Service:
         may be blocked. Its kernel's acknowledgements then count as signs of life, for a while.
         """
         member = self.current.run.members.get(session.name) if self.current is not None else None
-        answered_s = session.channel.unanswered_s
+        answered_s = session.channel.unacknowledged_s
         if (member is not None and member.state is not MemberState.PREPARING) or (
             answered_s is None or answered_s * 1000 > limits.LIVENESS_TIMEOUT_MS
         ):

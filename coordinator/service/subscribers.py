@@ -110,7 +110,7 @@ class Subscribers:
 
     def _next_step(self, worker: str, step: int) -> int:
         session = self._sessions.get(worker)
-        queued_messages = session.channel.waiting if session is not None else iter(())
+        queued_messages = session.channel.waiting_messages if session is not None else iter(())
         return next((m.step for m in queued_messages if isinstance(m, _FOR_JOINERS)), step)
 
     def detach(self, worker: str, step: int) -> int:

@@ -11,33 +11,37 @@ from typing import Final
 from protocol.base import limits
 from protocol.base.errors import UsageError
 
-KINDS: Final = ("cuda", "xpu", "mps", "accelerator", "vulkan", "cpu")
+DEVICE_BACKENDS: Final = ("cuda", "xpu", "mps", "accelerator", "vulkan", "cpu")
 AUTO_ORDER: Final = tuple(
-    kind for kind in KINDS if kind != "accelerator" and (kind != "mps" or sys.platform == "darwin")
+    name
+    for name in DEVICE_BACKENDS
+    if name != "accelerator" and (name != "mps" or sys.platform == "darwin")
 )
-"""Does not include torch's other accelerators, on which samestep was never tried."""
-BACKENDS: Final = ("auto", *KINDS, "scripted")
+"""The backends that `auto` tries, in order; torch's other accelerators, on which samestep is not
+tested, must be named."""
+BACKENDS: Final = ("auto", *DEVICE_BACKENDS, "scripted")
 _NUMBERED: Final = re.compile(r"(cpu|cuda|xpu|accelerator|vulkan)([0-9]{1,4})(?:-([0-9]{1,4}))?")
 
-_SPELLED: Final = re.compile(r"([a-z_]+)[ :]*([0-9][0-9, :-]*)?")
+_SPELLING: Final = re.compile(r"([a-z_]+)[ :]*([0-9][0-9, :-]*)?")
 _OTHER_NAMES: Final = {
     "gpu": "cuda", "nvidia": "cuda", "card": "cuda", "rocm": "cuda", "hip": "cuda", "amd": "cuda",
     "intel": "xpu", "metal": "mps", "apple": "mps", "vk": "vulkan", "wgpu": "vulkan",
     "device": "cuda", "processor": "cpu", "host": "cpu",
 }  # fmt: skip
-"""What other libraries and people call a backend."""
-_LIKENESS: Final = 0.7
-"""How alike a misspelt name must be: `vulcan` is, `tpu` is not `xpu`."""
+"""Other names by which people and libraries call a backend."""
+_MIN_SIMILARITY: Final = 0.7
+"""Minimum similarity of a misspelled name: `vulcan` is close enough to vulkan, `tpu` is not to
+xpu."""
 
 
 def parse_backend(name: str) -> tuple[str, float]:
-    """Return the kind of backend and, for the scripted one, milliseconds per microbatch.
+    """Return the backend's name and, for the scripted one, milliseconds per microbatch.
 
     Raises:
         UsageError: There is no such backend.
     """
-    kind, colon, argument = name.partition(":")
-    if kind not in BACKENDS or (colon and kind != "scripted"):
+    backend, colon, argument = name.partition(":")
+    if backend not in BACKENDS or (colon and backend != "scripted"):
         raise UsageError(
             f"expected auto or one of {', '.join(AUTO_ORDER)}, a number or a range after it such "
             f"as cuda0 or cuda0-1, got {name!r}{_likely_meaning(name)}; see: worker devices"
@@ -48,37 +52,42 @@ def parse_backend(name: str) -> tuple[str, float]:
         microbatch_ms = math.nan
     if not 0.0 <= microbatch_ms < math.inf:
         raise UsageError(f"expected scripted:MS with MS >= 0, got {name!r}")
-    return kind, microbatch_ms
+    return backend, microbatch_ms
 
 
 def _likely_meaning(name: str) -> str:
     """Return the name that was probably meant, such as cuda0 for `gpu0` or `cuda:0`."""
-    spelled = _SPELLED.fullmatch(name.strip().lower())
+    spelled = _SPELLING.fullmatch(name.strip().lower())
     if spelled is None:
         return ""
     word, digits = spelled[1], spelled[2] or ""
     numbers = [int(number) for number in re.findall(r"[0-9]{1,4}", digits)]
-    kind = _OTHER_NAMES.get(word, word)
-    if kind not in BACKENDS:
-        kind = next(iter(difflib.get_close_matches(kind, (*KINDS, "auto"), 1, _LIKENESS)), "")
-    if not kind or kind == "scripted":
+    backend = _OTHER_NAMES.get(word, word)
+    if backend not in BACKENDS:
+        backend = next(
+            iter(
+                difflib.get_close_matches(backend, (*DEVICE_BACKENDS, "auto"), 1, _MIN_SIMILARITY)
+            ),
+            "",
+        )
+    if not backend or backend == "scripted":
         return ""
-    if not numbers or kind in {"auto", "mps"}:
-        return f"; did you mean {kind}?"
+    if not numbers or backend in {"auto", "mps"}:
+        return f"; did you mean {backend}?"
     first, last = numbers[0], numbers[-1]
     is_range = "-" in digits or numbers == list(range(first, last + 1))
     if first < last and is_range:
-        return f"; did you mean {kind}{first}-{last}?"
+        return f"; did you mean {backend}{first}-{last}?"
     if len(numbers) == 1:
-        return f"; did you mean {kind}{first}?"
-    return f"; did you mean {kind}{first}, or a range such as {kind}0-1?"
+        return f"; did you mean {backend}{first}?"
+    return f"; did you mean {backend}{first}, or a range such as {backend}0-1?"
 
 
 def parse_devices(backend: str, gpus: str) -> tuple[str, tuple[int | str, ...]]:
     """Parse `--backend` and `--gpus`.
 
-    A machine has one CPU; its numbers distinguish several workers on it. `cuda0-3` means cards 0
-    to 3, in one word that can be part of a service's name.
+    A machine has one CPU, so its numbers only distinguish several workers on it. `cuda0-3` means
+    cards 0 to 3, in one word that can be part of a service's name.
 
     Returns:
         The backend's name without a number, and the devices, each by number or by part of its

@@ -29,7 +29,8 @@ SamestepError
         ├── MessageError           not a valid message of the frame's tag
         └── OutOfOrder             a valid message that does not fit the current state
 
-An error's text states what was expected, what was found, from whom, and what to do.
+An error's text states what was expected, what was found and in which file or from which peer, and
+what to do.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class ExitCode(IntEnum):
 _ROOT: Final = PurePath(__file__).parents[2]
 _PACKAGES: Final = frozenset({"backends", "coordinator", "protocol", "samestep", "worker"})
 _LIBRARIES: Final = frozenset({"site-packages", "dist-packages", PurePath(re.__file__).parts[-3]})
-"""Folders of installed packages and of the standard library."""
+"""Names of the folders of installed packages and of the standard library."""
 
 NO_MEMORY: Final = "not enough main memory is available"
 OUT_OF_THREADS: Final = (
@@ -141,7 +142,7 @@ class DeviceError(SamestepError):
 
 
 class DeviceOutOfMemory(DeviceError):
-    """A device has too little memory for something; it can still compute what fits."""
+    """A device has too little memory for one operation; smaller operations still succeed."""
 
 
 class SubnormalsFlushed(DeviceError):
@@ -281,7 +282,7 @@ class VersionMismatch(FrameError):
     Attributes:
         ours: Our version.
         theirs: The peer's version.
-        reader: Which side we are, once known: "coordinator" or "worker".
+        reader: Our role, once known: "coordinator" or "worker"; empty before.
     """
 
     exit_code = ExitCode.MISMATCH
@@ -312,13 +313,13 @@ class OutOfOrder(RemoteProtocolError):
 
 def error_for(exit_code: int, text: str) -> SamestepError:
     """Return the error that another process reported by its exit code and text."""
-    kinds: dict[int, type[SamestepError]] = {
+    error_types: dict[int, type[SamestepError]] = {
         ExitCode.USAGE: UsageError,
         ExitCode.UNREACHABLE: Unreachable,
         ExitCode.NOT_AUTHORIZED: NotAuthorized,
         ExitCode.MISMATCH: Mismatch,
     }
-    return kinds.get(exit_code, RunFailed)(text)
+    return error_types.get(exit_code, RunFailed)(text)
 
 
 def describe_error(error: Exception) -> str:
@@ -355,8 +356,8 @@ def is_out_of_threads(error: BaseException) -> bool:
 def describe_raised(error: BaseException) -> str:
     """Describe an error raised by the user's code in part of a line: type, text and location."""
     text = " ".join(str(error).split())[:300]
-    kind = type(error).__name__
-    return (f"{kind}: {text}" if text else kind) + user_location(error)
+    type_name = type(error).__name__
+    return (f"{type_name}: {text}" if text else type_name) + user_location(error)
 
 
 def user_location(error: BaseException) -> str:

@@ -18,16 +18,16 @@ def _check_count(count: int) -> int:
 
 # Texts are printed on consoles and in lists with one line each.
 PRINTABLE = r"^[^\p{Cc}\p{Cf}\p{Zl}\p{Zp}]*$"
-Small = Annotated[str, Field(max_length=64, pattern=PRINTABLE)]
+ShortText = Annotated[str, Field(max_length=64, pattern=PRINTABLE)]
 Text = Annotated[str, Field(max_length=400, pattern=PRINTABLE)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Number = Annotated[int, Field(ge=0, lt=2**63)]
 Duty = Literal["train", "evaluate"]
-"""A worker trains, or evaluates while others train."""
+"""Whether a worker trains, or evaluates while others train."""
 Bytes32 = Annotated[bytes, Field(min_length=32, max_length=32)]
-Bounded = Annotated[int, AfterValidator(_check_count)]
-Count = Annotated[Bounded, Field(ge=1)]
-Every = Annotated[Bounded, Field(ge=0)]
+BoundedInt = Annotated[int, AfterValidator(_check_count)]
+Count = Annotated[BoundedInt, Field(ge=1)]
+CountOrZero = Annotated[BoundedInt, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 

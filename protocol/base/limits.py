@@ -33,7 +33,7 @@ OWNER_LEASE_MS: Final = 2_000
 # Connections.
 UNAUTHENTICATED_CONNECTIONS: Final = 64
 UNAUTHENTICATED_CONNECTIONS_PER_ADDRESS: Final = 8
-"""So that one machine cannot keep all others from joining."""
+"""A single machine must not keep all others from joining."""
 UNAUTHENTICATED_SLOT_MS: Final = 1_000
 """Shortest time that a rejected connection occupies its slot: this bounds the TLS handshakes that
 one address can make the coordinator compute."""
@@ -65,16 +65,16 @@ LOOP_HOLD_MS: Final = 100
 LOOP_WATCH_INTERVAL_MS: Final = 25
 LOOP_HOLD_REPORT_INTERVAL_S: Final = 10.0
 BULK_BYTES: Final = 128 * KIB
-"""Data from which a transfer is handed to a thread. The handoff takes the event loop as long as
-decrypting a third of it."""
+"""Minimum size of a transfer that is handed to a thread. The handoff takes the event loop as long
+as decrypting a third of this."""
 WRITE_HIGH_WATER_BYTES: Final = 8 * MIB
 SEGMENT_COPIES_BYTES: Final = 4 * MIB
-"""Part of the high-water mark for a peer on this machine: copies in its shared segment. Beyond
-them data goes through the socket."""
+"""Part of the high-water mark for a peer on this machine: copies in its shared segment. Further
+data goes through the socket."""
 SEGMENT_SUMS_BYTES: Final = 16 * MIB
-"""The same for a worker's sums, which stay in its memory anyway until they are read."""
+"""The same for a worker's sums, which stay in its memory until they are read in any case."""
 SEGMENT_AVERAGES_BYTES: Final = 32 * MIB
-"""Averages that are computed inside the shared segment, and its unused space."""
+"""Averages that are computed inside the shared segment; also the unused memory that it keeps."""
 SEGMENT_MAPPED_BYTES: Final = 16 * MIB
 """Pages of a peer's segment that stay mapped after they are read. The peer reuses offsets, and
 mapping a page again takes longer than reading it. Pages beyond this are unmapped after each read,
@@ -98,7 +98,7 @@ LOG_BATCH_BYTES: Final = 8 * MIB
 """Averages per wake-up of the log's thread: a wake-up costs more than sending a chunk."""
 LOG_BATCH_MS: Final = 5
 WRITEBACK_BYTES: Final = 1 * MIB
-"""Bytes appended to a file before writeback starts, so that a commit syncs only the rest."""
+"""Bytes appended to a file before writeback starts, so that a commit syncs little data."""
 PAGE_CACHE_TAIL_BYTES: Final = 32 * MIB
 """End of the log that stays in the page cache, for workers that reconnect soon. More would take
 memory from other programs, and searching it at every step can cost more than writing it."""
@@ -109,12 +109,12 @@ SEND_QUEUE_BYTES: Final = 64 * MIB
 
 # Runs.
 LARGEST_COUNT: Final = 10**12
-"""Of samples, steps or anything else in a run spec."""
+"""Largest number of samples, steps or anything else in a run spec."""
 MICROBATCHES_PER_STEP: Final = 4_096
 MICROBATCHES_PER_DISPATCH: Final = 8
 """Microbatches of one dispatch on a Vulkan device, where the next two limits allow it."""
 INVOCATIONS_PER_DISPATCH: Final = 2**18
-"""Size of a step's median dispatch: a larger one keeps a card busy longer than a barrier takes."""
+"""Target for a step's median dispatch: it keeps a card busy for longer than a barrier takes."""
 ACTIVATIONS_AT_ONCE_BYTES: Final = 256 * MIB
 """Activations of all microbatches in one dispatch."""
 BLOCKS: Final = 4_096
@@ -127,11 +127,11 @@ TRAINABLE_ELEMENTS: Final = 2**36
 """256 GiB of float32: no manifest of a real model has more."""
 SAMPLES: Final = 2**40
 WEIGHTS_BYTES: Final = 256 * MIB
-"""Of the weights by which samples are drawn, uncompressed."""
+"""Weights by which samples are drawn, uncompressed."""
 EVALUATION_PARTS: Final = 2**24
 EVALUATION_SUMS: Final = 64
-"""Sums of an evaluation, from which metrics are computed: two for each mean, and two for each of 24
-samples where a metric is of their ranks."""
+"""Sums of one evaluation part, from which metrics are computed: two for each mean; for a
+correlation two for each of the part's samples, of which there are 24 at most."""
 END_METRICS_BYTES: Final = 320
 """Evaluation metrics, with their names, in the message that ends a run."""
 ROW_LOGITS_ELEMENTS: Final = 65_536
@@ -139,7 +139,7 @@ ROW_LOGITS_ELEMENTS: Final = 65_536
 LOGITS_FILE_BYTES: Final = 192 * MIB
 """Rows in a file of captured logits: with its framing it stays below 256 MiB."""
 ROW_GROUP_BYTES: Final = 8 * MIB
-"""Captured rows that are read at once."""
+"""Captured rows in a row group, which is read as a whole."""
 CAPTURED_STEP_BYTES: Final = 256 * MIB
 """Captured rows of one step, which the coordinator buffers until they are on disk."""
 EMBEDDED_TENSORS: Final = 16

@@ -1,5 +1,7 @@
-"""Read regular files and JSON. Other kinds of files are refused: a pipe may block, a device may
-never end."""
+"""Read regular files and JSON.
+
+Other types of files are refused: reading a pipe may block, and reading a device may never end.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from typing import Any, BinaryIO, Final
 _LEVELS: Final = 128
 """Maximum nesting of brackets, so that code that walks a document does not overflow the stack."""
 _TOO_DEEP: Final = f"expected JSON nested at most {_LEVELS} levels deep, got more"
-_KINDS: Final = {
+_FILE_TYPES: Final = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a pipe",
     stat.S_IFCHR: "a device",
@@ -25,12 +27,13 @@ def check_regular(mode: int, path: Path) -> None:
     """Check that a mode is that of a regular file.
 
     Raises:
-        OSError: The file is of another kind; `strerror` names the kind.
+        OSError: The file is of another type; `strerror` names the type.
     """
     if not stat.S_ISREG(mode):
-        kind = stat.S_IFMT(mode)
-        number = errno.EISDIR if kind == stat.S_IFDIR else errno.EINVAL
-        raise OSError(number, f"expected a file, got {_KINDS.get(kind, 'something else')}", path)
+        file_type = stat.S_IFMT(mode)
+        number = errno.EISDIR if file_type == stat.S_IFDIR else errno.EINVAL
+        type_name = _FILE_TYPES.get(file_type, "another type of file")
+        raise OSError(number, f"expected a file, got {type_name}", path)
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -87,7 +90,7 @@ def read_json(path: Path) -> Any:
     """Read and parse a JSON file.
 
     Raises:
-        OSError: As of `read_regular`.
-        ValueError: As of `parse_json`.
+        OSError: See `read_regular`.
+        ValueError: See `parse_json`.
     """
     return parse_json(read_regular(path))

@@ -1,4 +1,5 @@
-"""What both commands share: arguments, signals, limits, and how one command starts the other."""
+"""Code that both commands share: arguments, signals, limits, and how one command starts the
+other."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from protocol.base.errors import (
     is_out_of_threads,
 )
 
-_SAME_REQUEST_S: Final = 1.0
+_REPEAT_WINDOW_S: Final = 1.0
+"""Signals within this time of the first one count as the same request."""
 
 
 class Context(Protocol):
@@ -72,7 +74,7 @@ def run_command(app: Callable[..., object], name: str) -> None:
         sys.exit(ExitCode.FAILED)
 
 
-def need_open_files(minimum: int) -> None:
+def require_open_files(minimum: int) -> None:
     """Raise the limit on open files to `minimum`, if it is lower.
 
     With a limit that is too low, new connections would wait forever without an error.
@@ -90,7 +92,7 @@ def need_open_files(minimum: int) -> None:
     if hard != resource.RLIM_INFINITY and hard < minimum:
         raise UsageError(
             f"open files: expected a limit of {minimum} or more, got {hard}; ulimit -n 1024, or "
-            "LimitNOFILE=1024 in its unit"
+            "LimitNOFILE=1024 in the service's unit"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (minimum, hard))
 
@@ -112,7 +114,7 @@ class EndRequests:
             return True
         first, first_s = self._first
         is_typed = number == first == signal.SIGINT
-        return is_typed or now_s - first_s >= _SAME_REQUEST_S
+        return is_typed or now_s - first_s >= _REPEAT_WINDOW_S
 
 
 def end_on_signals(drain: Callable[[], None], stop: Callable[[], None]) -> None:
@@ -136,7 +138,7 @@ def end_on_signals(drain: Callable[[], None], stop: Callable[[], None]) -> None:
 def end_with_standard_input(command: str) -> None:
     """End this process when its standard input closes.
 
-    The parent holds the other end of that pipe, which closes however the parent ends.
+    The parent holds the other end of that pipe, which closes even if the parent is killed.
     """
 
     def watch() -> None:

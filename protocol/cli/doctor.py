@@ -1,6 +1,6 @@
-"""`coordinator doctor` and `worker doctor`: the runner, and the checks that both make.
+"""`coordinator doctor` and `worker doctor`: the runner, and the checks that both share.
 
-A check leaves nothing behind: a file written to test a directory is removed again.
+A check leaves no file behind: a file written to test a directory is removed again.
 """
 
 from __future__ import annotations
@@ -24,14 +24,23 @@ from protocol import PROTOCOL_VERSION, __version__
 from protocol.base.errors import ExitCode, UsageError
 from protocol.base.limits import byte_size
 from protocol.exact.kernels.library import native_name, why_not_native
-from protocol.machine.memory import GROUPS, PROC, killed_for_memory, read_memory
+from protocol.machine.memory import GROUPS, PROC, count_oom_kills, read_memory
 
 Outcome = Literal["ok", "warning", "failure"]
-_RELEASED_S: Final = 1_767_225_600.0
+_RELEASE_TIME_S: Final = 1_767_225_600.0
 """2026-01-01, before this release: an earlier clock is wrong."""
 _TIME_ERROR: Final = 5
 """adjtimex(2): the clock is not synchronized."""
-_SHARED: Final = {"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "glusterfs", "fuse.glusterfs"}
+_SHARED_FILE_SYSTEMS: Final = {
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "9p",
+    "fuse.sshfs",
+    "glusterfs",
+    "fuse.glusterfs",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +87,9 @@ def failure(check: str, observation: str, advice: str = "") -> Finding:
     return Finding(check, "failure", observation, advice)
 
 
-def report(findings: Iterable[Finding], echo: Callable[[str], None], *, as_json: bool) -> ExitCode:
+def report_findings(
+    findings: Iterable[Finding], echo: Callable[[str], None], *, as_json: bool
+) -> ExitCode:
     """Run the checks and print their findings, each at once, or all as one JSON document.
 
     Args:
@@ -111,7 +122,7 @@ def report(findings: Iterable[Finding], echo: Callable[[str], None], *, as_json:
 # Checks of the machine.
 
 
-def release() -> Finding:
+def check_release() -> Finding:
     """Report the versions of samestep, the protocol and Python."""
     python = ".".join(map(str, sys.version_info[:3]))
     versions = f"samestep {__version__}, protocol version {PROTOCOL_VERSION}, Python {python}"
@@ -129,7 +140,7 @@ def release() -> Finding:
     return ok("release", versions)
 
 
-def packages(extras: Sequence[str] = (), optional: Sequence[str] = ()) -> Iterator[Finding]:
+def check_packages(extras: Sequence[str] = (), optional: Sequence[str] = ()) -> Iterator[Finding]:
     """Check that required packages are installed in compatible versions.
 
     Args:
@@ -139,7 +150,7 @@ def packages(extras: Sequence[str] = (), optional: Sequence[str] = ()) -> Iterat
     try:
         requirements = [Requirement(line) for line in metadata.requires("samestep") or ()]
     except metadata.PackageNotFoundError:
-        return  # `release` reports it
+        return  # `check_release` reports it
     faults = [text for extra in ("", *extras) for text in _unmet(requirements, extra)]
     for extra in optional:
         unmet = list(_unmet(requirements, extra))
@@ -153,7 +164,7 @@ def packages(extras: Sequence[str] = (), optional: Sequence[str] = ()) -> Iterat
         yield ok("packages", "all installed")
 
 
-def kernels() -> Finding:
+def check_kernels() -> Finding:
     """Check that updates, sums and codecs run in native code."""
     if reason := why_not_native():
         state, _, advice = reason.removeprefix("native kernels: ").partition("; ")
@@ -178,19 +189,19 @@ def _unmet(requirements: Iterable[Requirement], extra: str) -> Iterator[str]:
             yield f"{requirement.name} is {installed}, expected {requirement.specifier}"
 
 
-def clock(now_s: float | None = None, *, synchronized: bool | None = None) -> Finding:
+def check_clock(now_s: float | None = None, *, synchronized: bool | None = None) -> Finding:
     """Check the clock, on which only the times in journals and logs depend.
 
     Args:
         now_s: Seconds since 1970; None to read the system's clock.
-        synchronized: None to ask the kernel.
+        synchronized: Whether the clock is synchronized; None to ask the kernel.
     """
     now_s = time.time() if now_s is None else now_s
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now_s))
     if synchronized is None:
-        synchronized = _synchronized()
+        synchronized = _is_clock_synchronized()
     advice = "timedatectl set-ntp true (Debian: apt install systemd-timesyncd)"
-    if now_s < _RELEASED_S:
+    if now_s < _RELEASE_TIME_S:
         return warning("clock", f"{now} is before this release was made", advice)
     if not synchronized:
         note = "not synchronized, so times in journals and logs will not agree between machines"
@@ -198,12 +209,12 @@ def clock(now_s: float | None = None, *, synchronized: bool | None = None) -> Fi
     return ok("clock", f"{now}, synchronized")
 
 
-def open_files(needed: int, enough: int) -> Finding:
+def check_open_files(needed: int, enough: int) -> Finding:
     """Check the limit of file descriptors.
 
     Args:
         needed: The minimum.
-        enough: What the largest supported run needs.
+        enough: The number that the largest supported run needs.
     """
     try:
         import resource  # noqa: PLC0415 -- not for every system
@@ -212,18 +223,18 @@ def open_files(needed: int, enough: int) -> Finding:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY or limit >= enough:
         return ok("open files", f"up to {'any number' if limit < 0 else limit}")
-    advice = f"ulimit -n {enough}, or LimitNOFILE={enough} in its unit"
+    advice = f"ulimit -n {enough}, or LimitNOFILE={enough} in the service's unit"
     make = failure if limit < needed else warning
     return make("open files", f"up to {limit}, where {enough} may be needed", advice)
 
 
-def memory(least_bytes: int, proc: Path = PROC, groups: Path = GROUPS) -> Finding:
+def check_memory(least_bytes: int, proc: Path = PROC, groups: Path = GROUPS) -> Finding:
     """Check the free memory of this machine and of this process's control group.
 
     Args:
-        least_bytes: The check warns below this.
-        proc: Where procfs is mounted.
-        groups: Where the control groups (version 2) are mounted.
+        least_bytes: The check warns if less is free.
+        proc: The root of procfs.
+        groups: The root of the control group tree (version 2).
     """
     try:
         usage = read_memory(proc, groups)
@@ -240,14 +251,14 @@ def memory(least_bytes: int, proc: Path = PROC, groups: Path = GROUPS) -> Findin
     return ok("memory", text)
 
 
-def killed(proc: Path = PROC, groups: Path = GROUPS) -> Finding:
+def check_oom_kills(proc: Path = PROC, groups: Path = GROUPS) -> Finding:
     """Check whether the kernel has killed processes for lack of memory.
 
     Args:
-        proc: Where procfs is mounted.
-        groups: Where the control groups (either version) are mounted.
+        proc: The root of procfs.
+        groups: The root of the control group tree (version 2 or 1).
     """
-    counts = killed_for_memory(proc, groups)
+    counts = count_oom_kills(proc, groups)
     if count := counts.get("group", 0):
         return warning(
             "killed for memory", f"{count} processes of this control group, by the kernel",
@@ -257,7 +268,7 @@ def killed(proc: Path = PROC, groups: Path = GROUPS) -> Finding:
     return ok("killed for memory", since if counts.get("machine") else "none reported")
 
 
-def directory(check: str, path: Path, least_bytes: int, elsewhere: str) -> Iterator[Finding]:
+def check_directory(check: str, path: Path, least_bytes: int, elsewhere: str) -> Iterator[Finding]:
     """Check that a directory is writable, and check its file system; it need not exist yet.
 
     Args:
@@ -266,7 +277,7 @@ def directory(check: str, path: Path, least_bytes: int, elsewhere: str) -> Itera
         least_bytes: The check warns if less is free.
         elsewhere: The option or variable that names another directory.
     """
-    folder = nearest(path)
+    folder = nearest_existing(path)
     name = repr(str(path)) if folder == path else f"{str(path)!r} (not created yet)"
     try:
         # The system removes the file, even if this process is killed.
@@ -282,7 +293,7 @@ def directory(check: str, path: Path, least_bytes: int, elsewhere: str) -> Itera
     space = f"{name}: {byte_size(free)} free"
     if kind == "tmpfs":
         yield warning(check, f"{space}, in memory: gone after a restart", elsewhere)
-    elif kind in _SHARED:
+    elif kind in _SHARED_FILE_SYSTEMS:
         yield warning(
             check, f"{space}, on a {kind} mount: locks and syncs may not hold there", elsewhere
         )
@@ -293,7 +304,7 @@ def directory(check: str, path: Path, least_bytes: int, elsewhere: str) -> Itera
         yield ok(check, space)
 
 
-def _synchronized() -> bool:
+def _is_clock_synchronized() -> bool:
     """Return whether the kernel reports a synchronized clock; True if it reports nothing."""
     try:
         answer: int = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))
@@ -302,7 +313,7 @@ def _synchronized() -> bool:
     return answer != _TIME_ERROR
 
 
-def nearest(path: Path) -> Path:
+def nearest_existing(path: Path) -> Path:
     """Return the path, or its nearest parent that exists.
 
     Raises:

@@ -25,7 +25,8 @@ _PATIENCE_S: Final = 1.0
 """How long a daemon waits for a reader that has stopped."""
 _PIPE_BYTES: Final = select.PIPE_BUF
 _TERMINAL_BYTES: Final = 256
-"""Bytes that a pipe or a terminal accepts without blocking, once it is writable."""
+"""Maximum size of one write: a pipe or a terminal that is writable accepts this without
+blocking."""
 _STREAMS: Final = {1: "stdout", 2: "stderr"}
 
 
@@ -68,12 +69,12 @@ _DAEMON: Final = threading.Event()
 
 
 def never_wait_for_readers() -> None:
-    """From now on, drop output whose reader has stopped, instead of waiting."""
+    """From now on, drop output whose reader has stopped, instead of waiting for the reader."""
     _DAEMON.set()
 
 
-def keep_reporting(command: str) -> None:
-    """Keep failures of the standard streams from ending this process. Call it first.
+def tolerate_stream_failures(command: str) -> None:
+    """Keep failures of the standard streams from ending this process; call this before any output.
 
     Args:
         command: The prefix of the reported lines.
@@ -91,8 +92,8 @@ def keep_reporting(command: str) -> None:
 
     for descriptor, name in _STREAMS.items():
         stream = getattr(sys, name)
-        if isinstance(stream, io.TextIOWrapper) and _descriptor(stream) == descriptor:
-            setattr(sys, name, _without_failures(stream, partial(failed, descriptor)))
+        if isinstance(stream, io.TextIOWrapper) and _descriptor_of(stream) == descriptor:
+            setattr(sys, name, _drop_failures(stream, partial(failed, descriptor)))
 
 
 def open_standard_streams() -> None:
@@ -119,17 +120,15 @@ def say(text: str, stream: TextIO) -> None:
         print(text, file=stream, flush=True)
 
 
-def _descriptor(stream: TextIO) -> int | None:
+def _descriptor_of(stream: TextIO) -> int | None:
     try:
         return stream.fileno()
     except (OSError, ValueError):
         return None
 
 
-def _without_failures(
-    stream: io.TextIOWrapper, failed: Callable[[OSError], None]
-) -> io.TextIOWrapper:
-    """Return the same stream over a descriptor whose failures are dropped."""
+def _drop_failures(stream: io.TextIOWrapper, failed: Callable[[OSError], None]) -> io.TextIOWrapper:
+    """Return a stream for the same descriptor that ignores failures."""
     with contextlib.suppress(OSError, ValueError):
         stream.flush()
     encoding_errors = "backslashreplace" if stream.errors == "strict" else stream.errors

@@ -1,7 +1,7 @@
-"""Report to systemd through two sockets: the service manager's, and that of the system journal.
+"""Report to systemd through two sockets: the service manager's and the system journal's.
 
 Sources: sd_notify(3), sd_watchdog_enabled(3); https://systemd.io/JOURNAL_NATIVE_PROTOCOL/ and
-`$JOURNAL_STREAM` in systemd.exec(5). The journal of a run is something else: a file.
+`$JOURNAL_STREAM` in systemd.exec(5). The journal of a run is unrelated: it is a file.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Supervisor:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
             self._socket.setblocking(False)
 
-    def ready(
+    def report_ready(
         self, status: Callable[[], str], *, is_alive: Callable[[], bool] = lambda: True
     ) -> None:
         """Report that this daemon has started; from now on send its status and the pings.
@@ -60,7 +60,7 @@ class Supervisor:
                 self._send_status(status, is_alive)
             )
 
-    def stopping(self) -> None:
+    def report_stopping(self) -> None:
         """Report that this daemon was asked to stop and finishes its work."""
         self._send("STOPPING=1")
 
@@ -106,7 +106,7 @@ class Priority(IntEnum):
 
 
 class SystemJournal:
-    """Writes entries with fields under a command's name; `behind` returns one.
+    """Writes entries with fields to the system journal, under a command's name.
 
     `journalctl SAMESTEP_WORKER=cuda0` then finds the entries about one worker.
     """
@@ -119,7 +119,7 @@ class SystemJournal:
         self._socket.setblocking(False)
 
     @classmethod
-    def behind(
+    def for_stream(
         cls, command: str, stream: int = 2, environment: Mapping[str, str] = os.environ
     ) -> SystemJournal | None:
         """Return the journal that a stream leads to; None if it leads elsewhere.
@@ -171,7 +171,7 @@ class SystemJournal:
 
 def write_error(command: str, error: SamestepError) -> None:
     """Write the last line of a command that fails, to standard error or the journal behind it."""
-    journal = SystemJournal.behind(command)
+    journal = SystemJournal.for_stream(command)
     if journal is None:
         sys.stderr.write(f"{command}: {error}\n")
         return

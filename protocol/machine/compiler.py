@@ -59,8 +59,9 @@ def compile_c(
 
 
 def build_kernels() -> list[Path]:
-    """Build missing kernels beside their sources: with zig for all processors, with `cc` for this
-    processor. Libraries of older sources are removed.
+    """Build missing kernels beside their sources, and remove libraries of older sources.
+
+    With zig, kernels are built for all targets; with `cc`, for the targets of this machine.
 
     Raises:
         SamestepError: There is no compiler, or it failed.

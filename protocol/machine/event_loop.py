@@ -29,7 +29,7 @@ class LoopWatch:
 
     Attributes:
         longest_hold_ms: Longest processor time of the loop's thread while a wake-up was due.
-        longest_delay_ms: Longest delay of a wake-up, for whatever reason.
+        longest_delay_ms: Longest delay of a wake-up, for any reason.
 
     Args:
         report: Called at intervals with the longest hold above the limit, in milliseconds.

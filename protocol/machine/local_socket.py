@@ -3,8 +3,8 @@
 The data crosses no network and no other user can read it, so it is not encrypted. Any user can bind
 a name in the abstract namespace, so both sides ask the kernel for the peer's user (SO_PEERCRED,
 unix(7)). The listener names the certificate that it uses for TLS; the proofs that follow cover that
-certificate, so only a process that knows the secret can complete the handshake. Names consist of an
-address and a port, within one network namespace.
+certificate, so only a process that knows the secret can complete the handshake. A name
+consists of address and port, and is unique within one network namespace.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _CREDENTIALS: Final = struct.Struct("3i")
 """`struct ucred`: process, user, group."""
 
 
-def is_offered() -> bool:
+def is_supported() -> bool:
     """Return whether this system reports the peer's user, as Linux does."""
     return hasattr(socket, "SO_PEERCRED") and hasattr(os, "geteuid")
 
 
 def listen(host: str, port: int) -> socket.socket | None:
     """Listen beside a TCP address; None if the system does not support it."""
-    if not is_offered():
+    if not is_supported():
         return None
     try:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     except OSError:
         return None
     try:
-        listener.bind(_name(host, port))
+        listener.bind(_socket_name(host, port))
         listener.listen(64)
     except OSError:
         listener.close()
@@ -50,7 +50,7 @@ def listen(host: str, port: int) -> socket.socket | None:
 
 
 def welcome(endpoint: socket.socket, fingerprint: bytes, descriptors: Sequence[int] = ()) -> bool:
-    """Greet an accepted connection of the same user; return whether that succeeded.
+    """Send fingerprint and descriptors to a peer of the same user; return whether that succeeded.
 
     Args:
         endpoint: The connection.
@@ -59,7 +59,7 @@ def welcome(endpoint: socket.socket, fingerprint: bytes, descriptors: Sequence[i
     """
     if not is_same_user(endpoint):
         return False
-    _enlarge(endpoint)
+    _enlarge_send_buffer(endpoint)
     with suppress(OSError):
         return socket.send_fds(endpoint, [fingerprint], list(descriptors)) == len(fingerprint)
     return False
@@ -86,9 +86,9 @@ async def dial(host: str, port: int) -> LocalConnection | None:
         host: An address; a host name other than localhost counts as another machine.
         port: The port.
     """
-    if not is_offered():
+    if not is_supported():
         return None
-    for name in _names(host, port):
+    for name in _socket_names(host, port):
         endpoint = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             endpoint.connect(name)
@@ -96,7 +96,7 @@ async def dial(host: str, port: int) -> LocalConnection | None:
                 async with asyncio.timeout(_TIMEOUT_S):
                     fingerprint, memory = await _read(endpoint)
                 if len(fingerprint) == FINGERPRINT_BYTES:
-                    _enlarge(endpoint)
+                    _enlarge_send_buffer(endpoint)
                     return LocalConnection(endpoint, fingerprint, memory)
         except (OSError, TimeoutError):
             pass
@@ -112,7 +112,7 @@ def is_same_user(endpoint: socket.socket) -> bool:
 
 
 async def _read(endpoint: socket.socket) -> tuple[bytes, SharedSegment | None]:
-    """Receive fingerprint and memory, which arrive together."""
+    """Receive the fingerprint and the descriptors of the memory, which arrive together."""
     loop, readable = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(endpoint, readable.set)
     try:
@@ -123,16 +123,16 @@ async def _read(endpoint: socket.socket) -> tuple[bytes, SharedSegment | None]:
     return data, open_segment(descriptors)
 
 
-def _enlarge(endpoint: socket.socket) -> None:
+def _enlarge_send_buffer(endpoint: socket.socket) -> None:
     """Enlarge the send buffer, so that a chunk of a gradient takes few writes."""
     endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
 
 
-def _name(host: str, port: int) -> bytes:
+def _socket_name(host: str, port: int) -> bytes:
     return f"\0samestep {host} {port}".encode()
 
 
-def _names(host: str, port: int) -> list[bytes]:
+def _socket_names(host: str, port: int) -> list[bytes]:
     """Return the names of possible listeners of an address, if it is this machine's."""
     host = "127.0.0.1" if host == "localhost" else host
     wildcard = "::" if ":" in host else "0.0.0.0"  # noqa: S104 -- a name
@@ -145,4 +145,4 @@ def _names(host: str, port: int) -> list[bytes]:
             probe.bind(address)  # fails unless the address is this machine's
     except (OSError, UnicodeError):
         return []
-    return [_name(host, port), _name(wildcard, port)]
+    return [_socket_name(host, port), _socket_name(wildcard, port)]

@@ -1,4 +1,4 @@
-"""The clock and threads of a daemon, behind an interface.
+"""The interface to the clock and threads of a daemon.
 
 `Machine` is the real one; the simulator replaces it to run whole clusters in virtual time.
 """
@@ -13,7 +13,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Protocol
 
 Job = Callable[[], Iterable[None]]
-"""Work in pieces; it may be canceled between two of them."""
+"""Returns an iterator whose steps do the work; the job can be canceled between two steps."""
 
 
 class DeviceThread(Protocol):
@@ -46,10 +46,10 @@ class Machine:
 
     def device_thread(self, name: str) -> DeviceThread:
         """Start a daemon thread, whose jobs may hang in a driver."""
-        return _Daemon(name)
+        return _DaemonThread(name)
 
 
-class _Daemon:
+class _DaemonThread:
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)

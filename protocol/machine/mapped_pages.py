@@ -27,8 +27,8 @@ _RESIDENT_FILE_PAGE: Final = 1 << 63 | 1 << 61
 def release_mapped_pages(address: int, nbytes: int) -> int:
     """Release the pages of mapped files in a range; the next access reads them again.
 
-    Other memory and private copies of changed pages are kept. Everything is kept if the system does
-    not report which pages belong to files.
+    Other memory and private copies of changed pages stay. All pages stay if the system does not
+    report which of them belong to files.
 
     Args:
         address: Address of the first byte.

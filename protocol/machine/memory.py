@@ -1,4 +1,4 @@
-"""Main memory of the machine and of this process's control group, and kills by the OOM killer."""
+"""Read the main memory of the machine and of this process's control group, and count OOM kills."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ class Memory:
     Attributes:
         free: The machine's memory that is unused or reclaimable.
         free_swap: The machine's free swap.
-        bound: The control group's limit; None if it has none.
-        swap_bound: The control group's limit on swap; None if it has none.
+        limit: The control group's limit on memory; None if it has none.
+        swap_limit: The control group's limit on swap; None if it has none.
         used: Memory that the control group uses; None if unknown.
     """
 
     free: int
     free_swap: int
-    bound: int | None
-    swap_bound: int | None
+    limit: int | None
+    swap_limit: int | None
     used: int | None
 
     @property
     def left_in_group(self) -> int | None:
         """Memory that the control group may still allocate; None if it has no limit."""
-        if self.bound is None or self.used is None:
+        if self.limit is None or self.used is None:
             return None
-        return max(0, self.bound - self.used)
+        return max(0, self.limit - self.used)
 
     @property
     def available(self) -> int:
-        """Return what would be available, with swap, if the group freed all it uses."""
+        """Memory and swap that would be available if the control group used none."""
         available = self.free + self.free_swap
-        if self.bound is None or self.swap_bound is None:
+        if self.limit is None or self.swap_limit is None:
             return available
-        return min(available, self.bound + self.swap_bound)
+        return min(available, self.limit + self.swap_limit)
 
 
 def read_memory(proc: Path = PROC, groups: Path = GROUPS) -> Memory:
@@ -60,7 +60,7 @@ def read_memory(proc: Path = PROC, groups: Path = GROUPS) -> Memory:
 
     Raises:
         OSError: There is no procfs.
-        ValueError: The file does not have Linux's format.
+        ValueError: /proc/meminfo does not have Linux's format.
     """
     lines = (proc / "meminfo").read_text().splitlines()
     try:
@@ -80,7 +80,7 @@ def read_memory(proc: Path = PROC, groups: Path = GROUPS) -> Memory:
     return Memory(free, swap, *(_number(group / name) for name in names))
 
 
-def killed_for_memory(proc: Path = PROC, groups: Path = GROUPS) -> dict[str, int]:
+def count_oom_kills(proc: Path = PROC, groups: Path = GROUPS) -> dict[str, int]:
     """Count the kills by the OOM killer, where the kernel reports them.
 
     Args:
@@ -96,13 +96,15 @@ def killed_for_memory(proc: Path = PROC, groups: Path = GROUPS) -> dict[str, int
 
 
 def has_new_kills(earlier: Mapping[str, int], now: Mapping[str, int]) -> bool:
-    """Return whether the OOM killer has struck between two results of `killed_for_memory`."""
+    """Return whether the OOM killer has struck between two results of `count_oom_kills`."""
     return any(now.get(scope, 0) > count for scope, count in earlier.items())
 
 
 def _event_files(proc: Path, groups: Path) -> Iterator[Path]:
-    """Yield the files that may count the group's kills; in a container, the group's path may be the
-    host's path."""
+    """Yield the files that can have the count of the group's kills.
+
+    In a container, /proc may show the path that the group has on the host.
+    """
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -130,14 +132,14 @@ def requested_bytes(error: BaseException) -> int | None:
     match = re.search(r"tried to allocate ([0-9]+) bytes", str(error))
     if match is not None:
         return int(match[1])
-    shape, kind = getattr(error, "shape", None), getattr(error, "dtype", None)
-    if not isinstance(shape, tuple) or kind is None:
+    shape, dtype = getattr(error, "shape", None), getattr(error, "dtype", None)
+    if not isinstance(shape, tuple) or dtype is None:
         return None
-    return int(math.prod(shape) * kind.itemsize)
+    return int(math.prod(shape) * dtype.itemsize)
 
 
 def describe_shortage(error: BaseException, proc: Path = PROC, groups: Path = GROUPS) -> str:
-    """Return the needed and available memory and what to do, as the end of an error's line."""
+    """Return the end of an error's line: needed and available memory, and what to do."""
     nbytes = requested_bytes(error)
     needed_text = "" if nbytes is None else f": tried to allocate {byte_size(nbytes)}"
     if (addresses := _address_limit()) is not None:

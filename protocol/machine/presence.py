@@ -1,7 +1,7 @@
 """Detect that the previous worker of this name was killed by the OOM killer.
 
-A killed worker cannot report that it was killed. But the kernel counts OOM kills: if a worker left
-its note behind and the count has grown since, the worker was killed.
+A killed worker cannot report that it was killed. But the kernel counts OOM kills: if a worker's
+note still exists and the count has grown since the note was written, the worker was killed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 from protocol.base.errors import UsageError
 from protocol.base.regular_file import read_json
-from protocol.machine.memory import GROUPS, PROC, has_new_kills, killed_for_memory
+from protocol.machine.memory import GROUPS, PROC, count_oom_kills, has_new_kills
 from protocol.machine.secret_file import write_secret
 
 
 class Presence:
-    """The note that a worker leaves while it runs.
+    """The note that exists while a worker runs.
 
     Args:
         home: See `secret_file.state_home`.
@@ -36,11 +36,12 @@ class Presence:
         self._name, self._proc, self._groups = name, proc, groups
 
     def begin(self) -> str:
-        """Write the note; return a message if the previous worker was killed, else empty text."""
+        """Write the note; return a message if the previous worker was killed, else an empty
+        text."""
         note = {
             "pid": os.getpid(),
             "boot": self._boot_id(),
-            "killed": killed_for_memory(self._proc, self._groups),
+            "killed": count_oom_kills(self._proc, self._groups),
         }
         earlier_note = self._read()
         if self._is_alive(earlier_note):

@@ -1,6 +1,6 @@
 """Temporary directories that do not outlive their process.
 
-Creating one removes the directories of processes that were killed.
+Creating one removes the leftover directories of processes that were killed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ except ImportError:  # not Linux: leftover directories stay there
     fcntl = None  # type: ignore[assignment]
 
 _PREFIX: Final = "samestep-held-"
-_YOUNG_S: Final = 60.0
-"""Age below which a directory may not be locked yet."""
+_MIN_AGE_S: Final = 60.0
+"""Directories younger than this are not removed: their process may not have locked them yet."""
 
 
 class ScratchDirectory(tempfile.TemporaryDirectory[str]):
@@ -52,7 +52,7 @@ def _remove_leftovers(parent: Path) -> None:
         with contextlib.suppress(OSError):
             status = path.lstat()
             is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == get_user()
-            if not is_own or time.time() - status.st_mtime < _YOUNG_S:
+            if not is_own or time.time() - status.st_mtime < _MIN_AGE_S:
                 continue
             if (lock_fd := _lock(path)) is not None:
                 shutil.rmtree(path, ignore_errors=True)

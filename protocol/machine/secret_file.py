@@ -48,7 +48,7 @@ def control_token_file(home: Path, address: str) -> Path:
 
 
 def secret_paths(environment: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
-    """Return files and directories with secrets of samestep or of other processes."""
+    """Return files and directories that contain secrets of samestep or of other processes."""
     home = state_home(environment)
     variables = ("SAMESTEP_TOKEN_FILE", "SAMESTEP_CONTROL_TOKEN_FILE", "CREDENTIALS_DIRECTORY")
     paths = [Path(environment[name]) for name in variables if environment.get(name)]

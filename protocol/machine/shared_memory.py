@@ -1,7 +1,7 @@
 """Memory that several processes of a machine map, so that gradients are not copied between them.
 
-Children inherit an anonymous memory file (memfd_create(2)). It has no name, takes no space in
-/dev/shm, and disappears with the last process that maps it, however that process ends. The file
+Child processes inherit an anonymous memory file (memfd_create(2)). It has no name, takes no space
+in /dev/shm, and disappears with the last process that maps it, however that process ends. The file
 spans a large address range, but only used parts have pages. One process allocates extents, and
 sends their offsets to the others.
 """
@@ -47,7 +47,7 @@ class SharedMemory:
         fd: Descriptor of an existing memory file; None creates one.
         writable: Whether this process may write to it.
         sealed: Whether to forbid truncation: reading past a truncated end kills the process.
-        keep_bytes: Unused memory to keep; more is returned to the system.
+        keep_bytes: Freed memory to keep for new arrays; the pages of the rest return to the system.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class SharedMemory:
             raise OutOfOrder(f"expected an extent of shared memory, got {extent}")
 
     def forget(self, extent: Extent) -> None:
-        """Unmap pages that this process has read, so that they no longer count as its memory."""
+        """Drop pages that this process has read, so that they no longer count as its memory."""
         start = -(-extent.offset // _PAGE_BYTES) * _PAGE_BYTES
         length = (extent.offset + extent.length - start) // _PAGE_BYTES * _PAGE_BYTES
         if length > 0:
@@ -159,14 +159,20 @@ class SharedMemory:
     def leased(
         self, extent: Extent, give_back: Any, dtype: type[np.generic] = np.float32
     ) -> NDArray[Any]:
-        """Return an extent as a flat array; `give_back(extent)` is called with its last view."""
+        """Return an extent as a flat array; `give_back(extent)` is called once its last view is
+        gone."""
         return np.asarray(_Lease(self._start, extent, give_back, dtype, self))
 
-    def new_array(self, elements: int, *, once: bool = False) -> NDArray[np.float32]:
-        """Allocate a flat float32 array that is freed with its last view; with `once`, its pages
-        return to the system, since no array of that size will follow."""
+    def new_array(self, elements: int, *, is_single_use: bool = False) -> NDArray[np.float32]:
+        """Allocate a flat float32 array that is freed with its last view.
+
+        Args:
+            elements: Length of the array.
+            is_single_use: Whether its pages then return to the system, because no array of this
+                size will follow.
+        """
         extent = self.new(4 * elements)
-        if once:
+        if is_single_use:
             self._single_use_offsets.add(extent.offset)
         return self.leased(extent, self.give_back)
 
@@ -197,11 +203,11 @@ class _Lease:
         self._extent = extent
         self._give_back = give_back
         self._owner = owner  # the mapping outlives its views
-        kind = np.dtype(dtype)
+        array_dtype = np.dtype(dtype)
         self.__array_interface__ = {
             "data": (start + extent.offset, not owner._writable),  # noqa: SLF001 -- one file, one idea
-            "shape": (extent.length // kind.itemsize,),
-            "typestr": kind.str,
+            "shape": (extent.length // array_dtype.itemsize,),
+            "typestr": array_dtype.str,
             "version": 3,
         }
 
@@ -210,7 +216,12 @@ class _Lease:
 
 
 def _reserve(fd: int, offset: int, size: int) -> None:
-    """Have the kernel allocate the pages now: if it cannot later, a write kills the process."""
+    """Have the kernel allocate pages now: without memory for a page, a later write kills the
+    process.
+
+    Raises:
+        SharedMemoryFull: There is not enough memory.
+    """
     try:
         free = read_memory().available
     except (OSError, ValueError):

@@ -27,8 +27,8 @@ from protocol.base.errors import OutOfOrder
 from protocol.machine.shared_memory import Extent, SharedMemory
 
 Bytes = NDArray[np.uint8]
-LEAST_BYTES: Final = 32 * 1024
-"""Smallest body in shared memory; shorter bodies are cheaper to send through the socket."""
+MIN_SHARED_BYTES: Final = 32 * 1024
+"""Minimum length of a body in shared memory; shorter bodies are cheaper to send over the socket."""
 _MAX_OFFSETS: Final = 64
 """Maximum number of offsets returned in one message."""
 
@@ -47,19 +47,19 @@ class SharedSegment:
     """One side of a connection with shared memory.
 
     Attributes:
-        least_bytes: Smallest body in shared memory; shorter bodies go through the socket.
+        min_shared_bytes: Minimum length of a body in shared memory; shorter bodies use the socket.
 
     Args:
-        own: Memory that this side sends from.
-        other: Memory that the other side sends from.
-        most_copied_bytes: Maximum size of the copies that wait to be read.
+        own: Memory that this side writes and the other side reads.
+        other: Memory that the other side writes and this side reads.
+        max_copied_bytes: Maximum size of the copies that wait to be read.
     """
 
-    def __init__(self, own: SharedMemory, other: SharedMemory, most_copied_bytes: int) -> None:
-        self.least_bytes = LEAST_BYTES
+    def __init__(self, own: SharedMemory, other: SharedMemory, max_copied_bytes: int) -> None:
+        self.min_shared_bytes = MIN_SHARED_BYTES
         self._own = own
         self._other = other
-        self._most_copied_bytes = most_copied_bytes
+        self._max_copied_bytes = max_copied_bytes
         self._mapped: dict[int, int] = {}
         self._mapped_bytes = 0
         self._copied_bytes = 0
@@ -76,7 +76,7 @@ class SharedSegment:
         Raises:
             SharedMemoryFull: There is not enough memory.
         """
-        if self._copied_bytes + len(raw) > self._most_copied_bytes:
+        if self._copied_bytes + len(raw) > self._max_copied_bytes:
             return None
         self._copied_bytes += len(raw)
         extent = self._own.put(np.frombuffer(raw, np.uint8))
@@ -96,7 +96,7 @@ class SharedSegment:
         self._lend_counts[extent.offset] += 1
         return extent.offset
 
-    def returned(self, offsets: tuple[int, ...]) -> None:
+    def release(self, offsets: tuple[int, ...]) -> None:
         """Release arrays that the other side has read.
 
         Raises:
@@ -110,7 +110,8 @@ class SharedSegment:
                 del self._lent[offset], self._lend_counts[offset]
 
     def borrow(self, offset: int, length: int) -> Bytes:
-        """Return an array in the other side's memory; it is given back with its last view.
+        """Return an array in the other side's memory; `collect_unneeded` reports it after its last
+        view.
 
         Raises:
             OutOfOrder: The extent is outside the memory.
@@ -135,9 +136,11 @@ class SharedSegment:
         self._mapped_bytes += unmapped_bytes
         return True
 
-    def unneeded(self, at_least: int = 1) -> tuple[int, ...]:
-        """Return the offsets of borrowed arrays that are no longer used, once there are
-        `at_least`."""
+    def collect_unneeded(self, at_least: int = 1) -> tuple[int, ...]:
+        """Return, once each, the offsets of borrowed arrays that are no longer used.
+
+        Empty if there are fewer than `at_least`.
+        """
         if len(self._unneeded) < at_least:
             return ()
         offsets: list[int] = []
@@ -155,9 +158,12 @@ class SegmentOwner:
         self._averages_bytes = 0
         self._readable = os.open(f"/proc/self/fd/{self._own.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
-    def to_one(self) -> tuple[SharedSegment, list[int]]:
-        """Create a worker's segment, and the descriptors to send to the worker: of the memory that
-        it may read, and of the memory that it may write. Close the second once it is sent.
+    def new_worker_segment(self) -> tuple[SharedSegment, list[int]]:
+        """Create the segment of a connection to a worker.
+
+        Returns:
+            The segment, and the descriptors to send to the worker: of the memory that the worker
+            may read, and of the memory that it may write. Close the second once it is sent.
 
         Raises:
             OSError: There are no more descriptors.
@@ -167,7 +173,7 @@ class SegmentOwner:
         return memory, [self._readable, copies.fd]
 
     def allocate(self, elements: int) -> NDArray[np.float32] | None:
-        """Allocate flat float32 that is sent without a copy; None if the limit is reached.
+        """Allocate a flat float32 array that is sent without a copy; None if the limit is reached.
 
         Raises:
             SharedMemoryFull: There is not enough memory.

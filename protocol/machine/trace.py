@@ -1,4 +1,4 @@
-"""Write a Chrome trace of what happens when (open it in Perfetto or chrome://tracing).
+"""Write a Chrome trace of a process's events (open it in Perfetto or chrome://tracing).
 
 Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (JSON
 array format, complete "X" and instant "i" events, microseconds).

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from protocol.base import limits
 from protocol.base.errors import MessageError
-from protocol.base.fields import PRINTABLE, Small
+from protocol.base.fields import PRINTABLE, ShortText
 from protocol.spec.cross_check import CrossCheck
 from protocol.spec.sampling import Sampling
 
@@ -185,8 +185,8 @@ class Ratio(_Frozen):
     s_i of the numerator is in the denominator), such as the F1 of a class without samples.
     """
 
-    numerator: dict[Small, float] = {}
-    denominator: dict[Small, float] = {}
+    numerator: dict[ShortText, float] = {}
+    denominator: dict[ShortText, float] = {}
 
     def value(self, sums: dict[str, float]) -> float:
         """Evaluate the ratio; a missing sum counts as zero."""
@@ -281,7 +281,7 @@ def _ranks(values: Values) -> Values:
 class EmbeddingField(_Frozen):
     """One tensor per sample that a loss over a whole step reads."""
 
-    name: Small
+    name: ShortText
     dtype: Literal["float32", "int64"]
     shape: tuple[Annotated[int, Field(ge=1, le=2**20)], ...] = Field((), max_length=4)
 

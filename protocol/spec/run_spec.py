@@ -17,7 +17,7 @@ from pydantic import Field, TypeAdapter, ValidationError, ValidationInfo, model_
 
 from protocol.base import limits
 from protocol.base.errors import MessageError, RunSpecError
-from protocol.base.fields import Count, Document, Every
+from protocol.base.fields import Count, CountOrZero, Document
 from protocol.base.regular_file import parse_json
 from protocol.spec.earlier_run import apply_init_from
 from protocol.spec.sections.checkpoint import CaptureCheckpoints, CheckpointSpec, StopSpec
@@ -137,7 +137,9 @@ class RunSpec(Section):
         description="passes over the training samples, instead of steps; the last step of each may "
         "be smaller, and no sample is left out",
     )
-    evaluate_every: Every = Field(0, description="steps between evaluations; 0: only at the end")
+    evaluate_every: CountOrZero = Field(
+        0, description="steps between evaluations; 0: only at the end"
+    )
     log: LogMode = Field(
         "full",
         description="full: log averaged gradients since the last checkpoint, so that a restart "
@@ -148,7 +150,7 @@ class RunSpec(Section):
     checkpoint: CheckpointSpec = CheckpointSpec()
     stop: StopSpec | None = None
     threads: int = Field(1, ge=1, le=256, description="CPU threads of each worker")
-    double_check_every: Every = Field(
+    double_check_every: CountOrZero = Field(
         256,
         description="average number of steps between double checks, in which two workers compute "
         "the same subtree and their results are compared; 0: never",

@@ -24,9 +24,9 @@ from protocol.wire.messages import Goodbye
 from protocol.wire.transport import Channel, reason_of
 
 BACKLOG: Final = 1024
-"""Connections that wait in the kernel: a flood must not drop a newcomer's first packet, which TCP
-would repeat only after a second."""
-ACCEPTED_AT_ONCE: Final = 64
+"""Connections that may wait in the kernel's queue. In a full queue, a client's first packet is
+dropped, and TCP repeats it only after a second."""
+MAX_ACCEPTS_PER_TURN: Final = 64
 """Maximum number of connections accepted per turn of the event loop, which must also serve admitted
 connections."""
 _MIN_TIMEOUT_S: Final = 0.001
@@ -36,9 +36,9 @@ _TLS_HANDSHAKE: Final = b"\x16"
 """Type of the first TLS record."""
 NOTHING_RECEIVED: Final = "the peer closed the connection without sending anything"
 _RESOLVE_TIMEOUT_S: Final = 10.0
-"""Time limit for the name servers, if the address to bind is a name."""
+"""Time limit for name servers, if the address to bind is a name."""
 _RETRY_ACCEPT_S: Final = 0.2
-"""Pause after the system had no file descriptor or memory for another connection."""
+"""Pause before accepting again, after the system had no descriptor or memory for a connection."""
 
 ProtocolFactory = Callable[[tuple[str, int]], asyncio.BaseProtocol | None]
 """Returns the protocol for a connection from this host and port; None to refuse it."""
@@ -147,7 +147,7 @@ class Acceptor:
         task.add_done_callback(self._handshakes.discard)
 
     def _accept(self, listener: socket.socket) -> None:
-        for _ in range(ACCEPTED_AT_ONCE):
+        for _ in range(MAX_ACCEPTS_PER_TURN):
             if self._paused:
                 return
             try:
@@ -170,7 +170,7 @@ class Acceptor:
             self._loop.add_reader(listener, self._accept, listener)
 
     async def _connect(self, endpoint: socket.socket, channel: asyncio.BaseProtocol) -> None:
-        """Do the TLS handshake; report a failure to the channel's owner."""
+        """Do the TLS handshake, if there is TLS; report a failure to the channel's owner."""
         deadline_s = self._loop.time() + limits.HANDSHAKE_TIMEOUT_MS / 1000
         try:
             if self._context is not None and await self._is_plain(endpoint):
@@ -180,9 +180,9 @@ class Acceptor:
                 await self._loop.connect_accepted_socket(lambda: channel, endpoint)
                 return
             assert isinstance(channel, Channel), "only channels speak over TLS"
-            left_s = max(deadline_s - self._loop.time(), _MIN_TIMEOUT_S)
+            remaining_s = max(deadline_s - self._loop.time(), _MIN_TIMEOUT_S)
             await tls_transport.secure(
-                endpoint, self._context, channel, server_side=True, timeout_s=left_s
+                endpoint, self._context, channel, server_side=True, timeout_s=remaining_s
             )
         except (ssl.SSLError, FrameError) as error:
             # Not a worker: a worker speaks TLS or frames, and accepts any certificate in TLS.
@@ -209,12 +209,12 @@ class Acceptor:
                 await self._wait_readable(endpoint)
         except TimeoutError:
             raise TimeoutError("the peer has sent nothing") from None
-        first = endpoint.recv(1, socket.MSG_PEEK)
-        if not first:
+        first_byte = endpoint.recv(1, socket.MSG_PEEK)
+        if not first_byte:
             raise FrameError(NOTHING_RECEIVED)
-        if first == _TLS_HANDSHAKE:
+        if first_byte == _TLS_HANDSHAKE:
             return False
-        if first != frames.MAGIC[:1]:
+        if first_byte != frames.MAGIC[:1]:
             with suppress(OSError):
                 endpoint.recv(_REQUEST_BYTES)  # unread bytes would turn the answer into a reset
                 endpoint.send(self._plain_answer)
@@ -235,7 +235,8 @@ class Acceptor:
 
 
 def file_limit() -> float:
-    """Return how many files and connections this process may have open."""
+    """Return the maximum number of open files and connections of this process; infinite without
+    one."""
     try:
         import resource  # noqa: PLC0415 -- Windows lacks this module
     except ImportError:

@@ -1,6 +1,6 @@
 """The file in which a coordinator publishes its addresses (`--address-file`), as JSON.
 
-A worker reads the file in place of an address option, and reads it again when the connection is
+A worker reads the file instead of an option with the address, and again after the connection is
 lost: a coordinator that a scheduler has moved to another machine writes its new address there. The
 content is not trusted: the peer that answers must have the certificate that the join token names.
 """
@@ -45,7 +45,7 @@ class PublishedAddress(BaseModel):
         """Return host and port of each address that a worker may try; at least one.
 
         Raises:
-            MessageError: A text is not an address.
+            MessageError: The file contains a text that is not an address.
         """
         try:
             return tuple(

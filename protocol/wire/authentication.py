@@ -22,14 +22,17 @@ METHOD: Final = "hmac-sha256"
 NONCE_BYTES: Final = 32
 KEY_BYTES: Final = 32
 NO_CERTIFICATE: Final = bytes(32)
-"""Replaces the fingerprint if TLS is turned off; no certificate has this fingerprint."""
+"""The fingerprint if TLS is turned off; no certificate has this fingerprint."""
 
 Role = Literal["coordinator", "worker"]
 
 
-def on_this_machine(fingerprint: bytes) -> bytes:
-    """Return the replacement for a fingerprint over a Unix socket, where no TLS handshake shows the
-    certificate. A proof from there is not valid over TLS."""
+def local_fingerprint(fingerprint: bytes) -> bytes:
+    """Return the value that replaces a certificate's fingerprint in proofs over a Unix socket.
+
+    Without a TLS handshake, the certificate is not proven. The other value makes a proof over a
+    Unix socket invalid over TLS.
+    """
     return hashlib.sha256(b"samestep on this machine" + fingerprint).digest()
 
 
@@ -52,7 +55,7 @@ class Exchange:
             worker's role and the other the coordinator's.
         coordinator_nonce: The nonce of the challenge.
         fingerprint: SHA-256 of this connection's certificate, as seen from this side;
-            `NO_CERTIFICATE` without TLS, `on_this_machine` of it over a Unix socket.
+            `NO_CERTIFICATE` without TLS; over a Unix socket the result of `local_fingerprint`.
     """
 
     hello: Hello | PeerHello
@@ -114,11 +117,13 @@ class Exchange:
         )
 
 
-def answer(hello: Hello | PeerHello, challenge: Challenge, fingerprint: bytes, key: bytes) -> Proof:
-    """Check the side that was dialed, then return this side's proof.
+def answer_challenge(
+    hello: Hello | PeerHello, challenge: Challenge, fingerprint: bytes, key: bytes
+) -> Proof:
+    """Check the proof of the side that was dialed, and return this side's proof.
 
     Args:
-        hello: The message that this worker sent.
+        hello: The message that this worker has sent.
         challenge: The reply to `hello`.
         fingerprint: SHA-256 of the other side's certificate.
         key: The secret that both sides know.

@@ -1,4 +1,4 @@
-"""Self-signed certificates: a peer checks the fingerprint, not the names."""
+"""Create self-signed certificates, of which a peer checks the fingerprint and not the names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cryptography.x509.oid import NameOID
 from protocol.wire import tls
 
 
-def self_signed(name: str = "samestep coordinator") -> tuple[str, str]:
+def new_certificate(name: str = "samestep coordinator") -> tuple[str, str]:
     """Return a new certificate and its key, in PEM.
 
     P-256 is fast on every machine. The certificate never expires (RFC 5280, 4.1.2.5), so a wrong
@@ -44,8 +44,11 @@ def self_signed(name: str = "samestep coordinator") -> tuple[str, str]:
 
 
 def temporary_context(name: str) -> tuple[ssl.SSLContext, bytes]:
-    """Return a TLS server context with a new certificate, and its SHA-256; no file remains."""
-    certificate, key = self_signed(name)
+    """Return a TLS server context with a new certificate, and the certificate's SHA-256.
+
+    The certificate is not kept on disk.
+    """
+    certificate, key = new_certificate(name)
     with tempfile.TemporaryDirectory() as directory:
         paths = [Path(directory) / "certificate.pem", Path(directory) / "key.pem"]
         for path, text in zip(paths, (certificate, key), strict=True):

@@ -2,7 +2,7 @@
 
 A transport gets a buffer with `get_buffer`, fills it, and calls `buffer_updated`; `receive_data`
 does both for bytes that have already been read. A body is read directly into the array that is
-summed later. A table states which message is legal in which phase.
+summed later. Tables list the messages that are legal in each phase.
 """
 
 from __future__ import annotations
@@ -192,27 +192,28 @@ class SharedBodies(Protocol):
     """Memory that both ends of a connection map; see `protocol.machine.shared_segment`.
 
     Attributes:
-        least_bytes: Shorter bodies go through the connection.
+        min_shared_bytes: Minimum length of a body in shared memory; shorter bodies go through the
+            connection.
     """
 
-    least_bytes: int
+    min_shared_bytes: int
 
     def copy(self, raw: memoryview) -> Body | None:
         """Return a copy in memory that the peer reads; None if too many copies wait there."""
 
     def lend(self, values: Body) -> int | None:
-        """Return the offset of values in this end's memory; they stay until the peer returns
-        them."""
+        """Return the offset of values in this end's memory, and keep them until `release`; None for
+        values elsewhere."""
 
-    def returned(self, offsets: tuple[int, ...]) -> None:
+    def release(self, offsets: tuple[int, ...]) -> None:
         """Note that the peer no longer needs the values at these offsets."""
 
     def borrow(self, offset: int, length: int) -> Body:
         """Return the values that the peer has written at an offset."""
 
-    def unneeded(self, at_least: int = 1) -> tuple[int, ...]:
-        """Return the offsets of borrowed values that are no longer used, once there are
-        `at_least`."""
+    def collect_unneeded(self, at_least: int = 1) -> tuple[int, ...]:
+        """Return, once each, the offsets of borrowed values that are no longer used; empty if there
+        are fewer than `at_least`."""
 
 
 class ReceivedMessage(NamedTuple):
@@ -244,15 +245,21 @@ class EncodedMessage:
         head = frames.encode_head(self.message.tag, self._header, self._raw)
         return (head,) if self._raw is None or not len(self._raw) else (head, self._raw)
 
-    def shared(self, memory: SharedBodies) -> bytes | None:
-        """Return the frame for a body in shared memory; None if the body goes through the
-        connection. A body that is in shared memory for one peer is used for all.
+    def encode_shared(self, memory: SharedBodies) -> bytes | None:
+        """Return the frame of a message whose body is in shared memory.
+
+        All peers on this machine use the same copy of the body. None if the body goes through the
+        connection.
 
         Raises:
-            SharedMemoryFull: There is no room.
+            SharedMemoryFull: There is not enough memory.
         """
         raw = self._raw
-        if not isinstance(self.message, _SHAREABLE) or raw is None or len(raw) < memory.least_bytes:
+        if (
+            not isinstance(self.message, _SHAREABLE)
+            or raw is None
+            or len(raw) < memory.min_shared_bytes
+        ):
             return None
         values = self._copy() if self._copy is not None else None
         offset = memory.lend(np.frombuffer(raw, np.uint8) if values is None else values)
@@ -274,21 +281,21 @@ def _bytes_of(body: NDArray[np.generic] | bytes) -> memoryview:
 def encode(message: Message, body: NDArray[np.generic] | bytes | None = None) -> EncodedMessage:
     """Encode a message. The body is not copied: do not change it afterwards."""
     if (body is not None) != (message.body != "none"):
-        raise LocalProtocolError(f"{type(message).__name__} with the wrong kind of body")
+        raise LocalProtocolError(f"{type(message).__name__} with the wrong body")
     raw = None if body is None else _bytes_of(body)
     return EncodedMessage(message, raw)
 
 
 class Connection:
-    """One peer's side of a connection. Not thread-safe.
+    """One end of a connection. Not thread-safe.
 
     Attributes:
-        phase: The phase of the handshake; its messages advance both sides in the same way.
+        phase: The phase of the handshake; each of its messages advances both ends.
         blocks: Blocks of the manifest, once it is known; from then on, a gradient's size is checked
             before its bytes are read. Reset when a worker becomes ready for another run.
         exchange: The codecs of gradients; set with the blocks.
         memory: Memory shared with the peer; None: all bodies go through the connection.
-        shared_bytes: Total size of the bodies received through shared memory.
+        shared_bytes_received: Total size of the bodies received through shared memory.
     """
 
     def __init__(self, role: Role) -> None:
@@ -297,7 +304,7 @@ class Connection:
         self.blocks: tuple[Block, ...] | None = None
         self.exchange = Codecs()
         self.memory: SharedBodies | None = None
-        self.shared_bytes = 0
+        self.shared_bytes_received = 0
         self._receivable, self._sendable = _LEGAL_MESSAGES[role]
         self._scratch = bytearray(_HANDSHAKE_BUFFER_BYTES)
         self._filled = 0
@@ -308,15 +315,17 @@ class Connection:
     def send(self, message: Message | EncodedMessage) -> EncodedMessage:
         """Return the encoded message if it is legal to send it now."""
         frame = encode(message) if isinstance(message, Message) else message
-        kind = type(frame.message)
-        if kind not in self._sendable[self.phase]:
-            raise LocalProtocolError(f"{self.role} sends {kind.__name__} in {self.phase.value}")
-        self._advance(kind)
+        message_type = type(frame.message)
+        if message_type not in self._sendable[self.phase]:
+            raise LocalProtocolError(
+                f"{self.role} sends {message_type.__name__} in {self.phase.value}"
+            )
+        self._advance(message_type)
         return frame
 
     @property
-    def rest_of_body(self) -> int:
-        """The number of bytes missing from the body that is being received."""
+    def missing_body_bytes(self) -> int:
+        """Number of bytes of the body in progress that have not been received; 0 between bodies."""
         return len(self._body) - self._body_filled if self._body is not None else 0
 
     def get_buffer(self) -> memoryview:
@@ -365,8 +374,8 @@ class Connection:
         return received
 
     @property
-    def held_bytes(self) -> int:
-        """The memory used by an incomplete message."""
+    def buffered_bytes(self) -> int:
+        """Size of the receive buffer and of the body in progress."""
         return len(self._scratch) + (len(self._body) if self._body is not None else 0)
 
     def receive_eof(self) -> None:
@@ -451,13 +460,15 @@ class Connection:
         received: list[ReceivedMessage],
     ) -> None:
         """Accept a message whose body is in shared memory."""
-        kind = type(message).__name__
+        type_name = type(message).__name__
         if self.memory is None or not isinstance(message, _SHAREABLE) or not prefix.body_bytes:
-            raise FrameError(f"{kind}: expected the body in the frame, got one in shared memory")
+            raise FrameError(
+                f"{type_name}: expected the body in the frame, got one in shared memory"
+            )
         if frames.checksum_of(header, offset_bytes) != prefix.checksum:
-            raise FrameError(f"{kind}: the checksum does not fit the bytes")
+            raise FrameError(f"{type_name}: the checksum does not match the bytes")
         body = self.memory.borrow(frames.decode_offset(offset_bytes), prefix.body_bytes)
-        self.shared_bytes += prefix.body_bytes
+        self.shared_bytes_received += prefix.body_bytes
         received.append(ReceivedMessage(message, body))
 
     def _accept(
@@ -469,7 +480,7 @@ class Connection:
         received: list[ReceivedMessage],
     ) -> None:
         if frames.checksum_of(header, None if body is None else body.data) != prefix.checksum:
-            raise FrameError(f"{type(message).__name__}: the checksum does not fit the bytes")
+            raise FrameError(f"{type(message).__name__}: the checksum does not match the bytes")
         if body is None and message.body != "none":
             body = np.empty(0, np.uint8)
         self._advance(type(message))
@@ -486,13 +497,16 @@ class Connection:
     def _decode(self, prefix: frames.Prefix, header: bytes) -> Message:
         """Decode a message, and check that it is legal in this phase and has the right size."""
         message = decode_message(prefix.tag, header)
-        kind = type(message)
-        if kind not in self._receivable[self.phase]:
-            raise OutOfOrder(f"{kind.__name__} is not expected in the phase {self.phase.value}")
+        message_type = type(message)
+        if message_type not in self._receivable[self.phase]:
+            raise OutOfOrder(
+                f"{message_type.__name__} is not expected in the phase {self.phase.value}"
+            )
         expected = self._expected_body_bytes(message)
         if expected is not None and prefix.body_bytes != expected:
             raise OutOfOrder(
-                f"{kind.__name__}: expected a body of {expected} bytes, got {prefix.body_bytes}"
+                f"{message_type.__name__}: expected a body of {expected} bytes, got "
+                f"{prefix.body_bytes}"
             )
         return message
 
@@ -512,13 +526,13 @@ class Connection:
         kind = self.blocks[block].kind
         is_block = kind == "block"
         if _IS_BLOCK.get(type(message), is_block) != is_block:
-            raise OutOfOrder(f"{type(message).__name__}: block {block} is of kind {kind!r}")
+            raise OutOfOrder(f"{type(message).__name__}: block {block} is of type {kind!r}")
         elements = pieces[chunk].stop - pieces[chunk].start
         return body_bytes(codec_of(message, self.exchange), elements)
 
-    def _advance(self, kind: type[Message]) -> None:
+    def _advance(self, message_type: type[Message]) -> None:
         """Advance the handshake; the same messages advance both sides."""
-        self.phase = _NEXT_PHASE.get(kind, self.phase)
+        self.phase = _NEXT_PHASE.get(message_type, self.phase)
 
 
 def codec_of(message: Message, exchange: Codecs) -> Codec:

@@ -22,7 +22,7 @@ from protocol.base.address import format_address
 Cause = Literal["refused", "no route", "no answer", "unknown name", "no name server", "other"]
 
 STAGGER_S: Final = 0.25
-"""The delay between attempts at two addresses, unless one fails earlier (RFC 8305, 5)."""
+"""Delay before the next address is tried too, unless the attempt fails earlier (RFC 8305, 5)."""
 _UNREACHABLE: Final = frozenset(
     {
         errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.EADDRNOTAVAIL,
@@ -45,8 +45,8 @@ class DialError(OSError):
     """A connection could not be made.
 
     Attributes:
-        cause: The kind of failure.
-        observation: What was tried, and its result.
+        cause: The cause of the failure.
+        observation: The attempt and its result.
         advice: What to do.
     """
 
@@ -73,7 +73,7 @@ class Address(NamedTuple):
 
 
 def host_of(socket_address: tuple[Any, ...]) -> str:
-    """Return the IP address of a socket address; a link-local one with its zone as a name."""
+    """Return the IP address of a socket address; a link-local one includes the name of its zone."""
     host, scope = str(socket_address[0]), socket_address[3] if len(socket_address) == 4 else 0
     if not scope or "%" in host or not host.startswith("fe80:"):
         return host
@@ -93,15 +93,15 @@ async def connect(host: str, port: int, timeout_s: float) -> socket.socket:
     Raises:
         DialError: No address of the host accepts the connection.
     """
-    until_s = asyncio.get_running_loop().time() + timeout_s
+    deadline_s = asyncio.get_running_loop().time() + timeout_s
     addresses = await resolve(host, port, timeout_s)
-    left_s = max(until_s - asyncio.get_running_loop().time(), 0.0)
-    endpoint, _ = await connect_first(addresses, left_s)
+    remaining_s = max(deadline_s - asyncio.get_running_loop().time(), 0.0)
+    endpoint, _ = await connect_first(addresses, remaining_s)
     return endpoint
 
 
 def connect_blocking(host: str, port: int, timeout_s: float) -> socket.socket:
-    """Like `connect`, for blocking callers; the socket gets that timeout."""
+    """Return a connected blocking socket with this timeout; see `connect`."""
     with ThreadPoolExecutor(
         1
     ) as thread:  # the caller's thread may run an event loop, as in a notebook
@@ -123,8 +123,10 @@ async def resolve(host: str, port: int, timeout_s: float, flags: int = 0) -> lis
         DialError: The host has no address, or no name server answers in time.
     """
 
-    def ask(more: int) -> list[Address]:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags | more)
+    def ask(extra_flags: int) -> list[Address]:
+        addresses = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=flags | extra_flags
+        )
         return list(
             dict.fromkeys(Address(family, address) for family, _, _, _, address in addresses)
         )
@@ -154,7 +156,7 @@ async def connect_first(
     Raises:
         DialError: No address answers in time.
     """
-    addresses_left, errors = _interleaved(addresses), list[DialError]()
+    addresses_left, errors = _interleave(addresses), list[DialError]()
     running: dict[asyncio.Task[socket.socket], Address] = {}
     try:
         async with asyncio.timeout(timeout_s):
@@ -172,37 +174,41 @@ async def connect_first(
                         return task.result(), address
                     errors.append(as_dial_error(error, str(address)))
     except TimeoutError:
-        no_answer = DialError("no answer", _unanswered(running.values(), timeout_s))
-        raise _combined([*errors, no_answer]) from None
+        no_answer = DialError("no answer", _describe_no_answer(running.values(), timeout_s))
+        raise _combine_errors([*errors, no_answer]) from None
     finally:
         for task in running:
             task.cancel()
             task.add_done_callback(_close_if_connected)
-    raise _combined(errors)
+    raise _combine_errors(errors)
 
 
-def as_dial_error(error: BaseException, at: str) -> DialError:
+def as_dial_error(error: BaseException, address: str) -> DialError:
     """Convert an error of the system to a `DialError`.
 
     Args:
-        error: What the system raised.
-        at: The address.
+        error: The system's error.
+        address: The address that was dialed.
     """
     if isinstance(error, DialError):
         return error
     if isinstance(error, TimeoutError):
-        return DialError("no answer", f"no answer from {at}")
+        return DialError("no answer", f"no answer from {address}")
     if isinstance(error, ConnectionRefusedError):
-        return DialError("refused", f"{at} refused the connection")
+        return DialError("refused", f"{address} refused the connection")
     if isinstance(error, socket.gaierror):
-        return DialError("unknown name", f"no address is known for {at}")
+        return DialError("unknown name", f"no address is known for {address}")
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    if getattr(error, "errno", None) == errno.EINVAL and at.startswith("[fe80:") and "%" not in at:
+    if (
+        getattr(error, "errno", None) == errno.EINVAL
+        and address.startswith("[fe80:")
+        and "%" not in address
+    ):
         advice = "give the interface of a link-local address: [fe80::1%eth0]:PORT"
-        return DialError("no route", f"no route to {at} ({reason})", advice)
+        return DialError("no route", f"no route to {address} ({reason})", advice)
     if getattr(error, "errno", None) in _UNREACHABLE:
-        return DialError("no route", f"no route to {at} ({reason})")
-    return DialError("other", f"no connection to {at} ({reason})")
+        return DialError("no route", f"no route to {address} ({reason})")
+    return DialError("other", f"no connection to {address} ({reason})")
 
 
 async def _connect_one(address: Address) -> socket.socket:
@@ -213,14 +219,14 @@ async def _connect_one(address: Address) -> socket.socket:
         with suppress(BlockingIOError):
             endpoint.connect(address.socket_address)
             return endpoint
-        await _connected(endpoint)
+        await _wait_connected(endpoint)
     except BaseException:
         endpoint.close()
         raise
     return endpoint
 
 
-async def _connected(endpoint: socket.socket) -> None:
+async def _wait_connected(endpoint: socket.socket) -> None:
     """Wait until the connection is made; raise OSError if it fails."""
     loop, writable = asyncio.get_running_loop(), asyncio.Event()
     loop.add_writer(endpoint, writable.set)
@@ -237,7 +243,7 @@ def _close_if_connected(task: asyncio.Task[socket.socket]) -> None:
         task.result().close()
 
 
-def _interleaved(addresses: list[Address]) -> list[Address]:
+def _interleave(addresses: list[Address]) -> list[Address]:
     """Alternate address families, starting with the first address's (RFC 8305, 4)."""
     families = dict.fromkeys(address.family for address in addresses)
     rows = (
@@ -251,11 +257,11 @@ def _interleaved(addresses: list[Address]) -> list[Address]:
     ]
 
 
-def _unanswered(addresses: Iterable[Address], timeout_s: float) -> str:
+def _describe_no_answer(addresses: Iterable[Address], timeout_s: float) -> str:
     return f"no answer from {', '.join(map(str, addresses))} within {timeout_s:.0f} s"
 
 
-def _combined(errors: list[DialError]) -> DialError:
+def _combine_errors(errors: list[DialError]) -> DialError:
     """Combine the errors of all addresses into one, with the advice for the first cause."""
     first = errors[0]
     return DialError(first.cause, ", ".join(error.observation for error in errors), first.advice)

@@ -18,8 +18,8 @@ with b"sm" and has the body's length as usual; marker and body are replaced by
 
 The checksum then covers header and offset: the body is not transmitted.
 
-The prefix bounds everything before a byte is allocated. The checksum detects flipped bits that
-leave a value finite: they would reach all replicas alike, so no digest would show them.
+All lengths are checked before memory is allocated. The checksum detects flipped bits that leave a
+value finite: these change all replicas in the same way, so that digests do not show them.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ def check_marker(data: Buffer, body_bytes: int) -> None:
     Raises:
         FrameError: The marker is not a bin32 of the prefix's length.
     """
-    kind, length = _BODY_MARKER.unpack_from(data)
-    if kind != _BIN32 or length != body_bytes:
+    marker, length = _BODY_MARKER.unpack_from(data)
+    if marker != _BIN32 or length != body_bytes:
         raise FrameError(f"expected a bin32 marker for {body_bytes} bytes, got {bytes(data[:5])!r}")
 
 

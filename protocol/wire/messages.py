@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from protocol.base import limits
 from protocol.base.errors import MessageError
-from protocol.base.fields import Bytes32, Digest, Duty, Number, Small, Text
+from protocol.base.fields import Bytes32, Digest, Duty, Number, ShortText, Text
 from protocol.exact.reduction.reducer import NonFinite
 from protocol.exact.reduction.tree import Subtree
 from protocol.exact.update import StepScalars
@@ -27,13 +27,18 @@ StateKind = Literal[
     "missed_updates",
 ]  # fmt: skip
 StepPhase = Literal["embeddings", "gradients"]
-"""What an attempt computes: a step whose loss couples all samples collects embeddings first."""
+"""The result of an attempt: a step whose loss couples all samples collects embeddings first."""
 Outcome = Literal["finished", "drained", "failed"]
 """How a run ended."""
 
 
 class Message(BaseModel):
-    """Base of all messages; `tag` identifies the class on the wire, `body` is the kind of body."""
+    """Base of all messages.
+
+    Attributes:
+        tag: The number of the class on the wire.
+        body: The content of the body; none if the message has no body.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -46,7 +51,7 @@ class Message(BaseModel):
         return packed
 
 
-class _InStep(Message):
+class _StepMessage(Message):
     """Base of messages that belong to one attempt at one step."""
 
     term: Number
@@ -58,7 +63,7 @@ class _InStep(Message):
 
 
 class Hello(Message):
-    """Worker: who I am. `instance` is new at each start: a restarted worker is another worker.
+    """Worker: my identity. `instance` is new at each start: a restarted worker is another worker.
 
     Hello is sent before torch is imported, so `backend` is the one that the user requested.
     `enrolled`: the proofs use the key that was issued to this name, not the join token's secret.
@@ -66,10 +71,10 @@ class Hello(Message):
     """
 
     tag = 1
-    release: Small
-    name: Small
+    release: ShortText
+    name: ShortText
     instance: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-    backend: Small
+    backend: ShortText
     duty: Duty
     enrolled: bool
     nonce: Bytes32
@@ -80,7 +85,7 @@ class Challenge(Message):
     """Coordinator: here is my proof; send yours (see `protocol.wire.authentication`)."""
 
     tag = 2
-    method: Small
+    method: ShortText
     nonce: Bytes32
     proof: Bytes32
 
@@ -99,7 +104,7 @@ class Welcome(Message):
     """
 
     tag = 4
-    worker: Small
+    worker: ShortText
     term: Number
     key: Annotated[bytes, Field(max_length=32, repr=False)]
     heartbeat_interval_ms: Annotated[int, Field(ge=10, le=60_000)]
@@ -115,7 +120,7 @@ class StartRun(Message):
 
     tag = 5
     body = "document"
-    run_id: Small
+    run_id: ShortText
     term: Number
     step: Number
     blobs: Digest | None
@@ -131,9 +136,9 @@ class Ready(Message):
 
     tag = 6
     body = "document"
-    run_id: Small
-    backend: Small
-    device: Small
+    run_id: ShortText
+    backend: ShortText
+    device: ShortText
     initial_digest: Digest
     step: Number
     state_digest: Digest
@@ -144,11 +149,11 @@ class Ready(Message):
 
 
 class Unready(Message):
-    """Worker: this run's task cannot be built here, or its results have changed, and why. `own`:
-    the cause is this worker's, so other workers may be able to build it."""
+    """Worker: I cannot take part in this run, for this reason: its task cannot be built here, or
+    its results have changed. `own`: the cause is this worker, so other workers may be able to."""
 
     tag = 7
-    run_id: Small
+    run_id: ShortText
     reason: Text
     own: bool
     exit_code: Annotated[int, Field(ge=1, le=125)]
@@ -158,11 +163,11 @@ class StateRequest(Message):
     """Coordinator: send your trainable state."""
 
     tag = 8
-    run_id: Small
+    run_id: ShortText
 
 
 class StateChunk(Message):
-    """Either side: a chunk of the state after `step` steps; `last` on the last one.
+    """Either side: a chunk of the state after `step` steps; `last` on the last chunk.
 
     Parameters come first. `missed_updates` has a value for each tensor of a block, and is sent only
     if a tensor has missed an update (`protocol.exact.replica`).
@@ -170,7 +175,7 @@ class StateChunk(Message):
 
     tag = 9
     body = "values"
-    run_id: Small
+    run_id: ShortText
     kind: StateKind
     block: Number
     chunk: Number
@@ -183,7 +188,7 @@ class BlobRequest(Message):
     """Worker: send the chunk of this blob that starts at `offset`."""
 
     tag = 28
-    run_id: Small
+    run_id: ShortText
     digest: Digest
     offset: Number
 
@@ -197,7 +202,7 @@ class BlobChunk(Message):
 
     tag = 29
     body = "bytes"
-    run_id: Small
+    run_id: ShortText
     digest: Digest
     offset: Number
 
@@ -205,7 +210,7 @@ class BlobChunk(Message):
 # Work.
 
 
-class StepPlan(_InStep):
+class StepPlan(_StepMessage):
     """Coordinator: your subtrees of this step, whose tree has `microbatches` leaves.
 
     Of each subtree, `uploads` chunks may be sent to the coordinator, in the order of
@@ -225,7 +230,7 @@ class StepPlan(_InStep):
     phase: StepPhase = "gradients"
 
 
-class StepEmbeddings(_InStep):
+class StepEmbeddings(_StepMessage):
     """Coordinator: a chunk of the embeddings of all samples of the step, in the order of
     microbatches; `attempt` is that of the plan that follows."""
 
@@ -235,7 +240,7 @@ class StepEmbeddings(_InStep):
     last: bool
 
 
-class _OfChunk(_InStep):
+class _ChunkMessage(_StepMessage):
     """Base of messages about one chunk; `owners` is the number of the table of its owner, 0 for the
     table in which the coordinator owns all chunks."""
 
@@ -244,19 +249,19 @@ class _OfChunk(_InStep):
     owners: Number = 0
 
 
-class _Payload(_OfChunk):
+class _PayloadMessage(_ChunkMessage):
     body = "values"
     lo: Number
     hi: Number
     weight: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    worker: Small = ""
+    worker: ShortText = ""
 
     @property
     def subtree(self) -> Subtree:
         return Subtree(self.lo, self.hi)
 
 
-class BlockGradientPayload(_Payload):
+class BlockGradientPayload(_PayloadMessage):
     """Worker, to the chunk's owner: a chunk of a block's gradient sum over a subtree of total
     weight `weight`.
 
@@ -267,29 +272,29 @@ class BlockGradientPayload(_Payload):
     tag = 11
 
 
-class NonBlockGradientPayload(_Payload):
-    """Worker, to the chunk's owner: the same for a group of non-block tensors."""
+class NonBlockGradientPayload(_PayloadMessage):
+    """Worker, to the chunk's owner: the same as `BlockGradientPayload` for non-block tensors."""
 
     tag = 12
 
 
-class _Averaged(_OfChunk):
+class _AverageMessage(_ChunkMessage):
     body = "values"
 
 
-class AveragedBlockGradient(_Averaged):
+class AveragedBlockGradient(_AverageMessage):
     """Owner: a chunk of a block's gradient, averaged over all samples of the step."""
 
     tag = 13
 
 
-class AveragedNonBlockGradient(_Averaged):
-    """Owner: the same for a group of non-block tensors."""
+class AveragedNonBlockGradient(_AverageMessage):
+    """Owner: the same as `AveragedBlockGradient` for non-block tensors."""
 
     tag = 14
 
 
-class CapturedRows(_InStep):
+class CapturedRows(_StepMessage):
     """Worker: a chunk of the side outputs of microbatch `microbatch` of subtree [lo, hi).
 
     Side outputs are captured logits, per-replica state or embeddings. All chunks of a subtree
@@ -308,8 +313,8 @@ class CapturedRows(_InStep):
         return Subtree(self.lo, self.hi)
 
 
-class SubtreeLoss(_InStep):
-    """Worker: a subtree is done; a non-finite `loss_sum` halts the run.
+class SubtreeLoss(_StepMessage):
+    """Worker: a subtree is computed; a non-finite `loss_sum` halts the run.
 
     `sums` is the xxh3-128 of the subtree's gradients if other workers average them. `unlike`: the
     microbatches, 64 at most, whose recomputed embeddings differ from those in `StepEmbeddings`.
@@ -329,7 +334,7 @@ class SubtreeLoss(_InStep):
         return Subtree(self.lo, self.hi)
 
 
-class NonFiniteSum(_InStep):
+class NonFiniteSum(_StepMessage):
     """Worker: a sum over microbatches [lo, hi) contains NaN or infinity; see `NonFinite`.
 
     Sent instead of the sum of the worker's own subtree, or instead of the average of a chunk that
@@ -339,12 +344,12 @@ class NonFiniteSum(_InStep):
     tag = 60
     lo: Number
     hi: Number
-    worker: Small | None
+    worker: ShortText | None
     block: Number | None
-    device: Small
+    device: ShortText
 
     @property
-    def found(self) -> NonFinite:
+    def non_finite(self) -> NonFinite:
         return NonFinite(Subtree(self.lo, self.hi), self.worker, self.block, self.device)
 
 
@@ -352,11 +357,11 @@ class DeviceNote(Message):
     """Worker: a problem with one of its devices, as text for users; the worker continues."""
 
     tag = 61
-    device: Small
+    device: ShortText
     text: Text
 
 
-class Commit(_InStep):
+class Commit(_StepMessage):
     """Coordinator: apply the step; without `scalars`, skip it and apply nothing."""
 
     tag = 16
@@ -374,7 +379,7 @@ class StepApplied(Message):
     state_digest: Digest
 
 
-class Assign(_InStep):
+class Assign(_StepMessage):
     """Coordinator: compute these further subtrees of the step in progress."""
 
     tag = 18
@@ -382,7 +387,7 @@ class Assign(_InStep):
     subtrees: SubtreeList
 
 
-class Cancel(_InStep):
+class Cancel(_StepMessage):
     """Coordinator: drop these subtrees of the step in progress; other workers have finished
     them."""
 
@@ -390,7 +395,7 @@ class Cancel(_InStep):
     subtrees: SubtreeList
 
 
-class Credit(_InStep):
+class Credit(_StepMessage):
     """Coordinator: of each of your subtrees, `uploads` chunks may now be sent.
 
     There is memory for their sums, and other workers have sent about as many.
@@ -403,19 +408,20 @@ class Credit(_InStep):
 # Inner phases, in a run with replicas: subtree [k, k + 1) of a step is replica k's inner phase.
 
 
-class _OfReplica(_InStep):
+class _ReplicaMessage(_StepMessage):
     replica: Number
 
 
-class InnerPhaseProgress(_OfReplica):
+class InnerPhaseProgress(_ReplicaMessage):
     """Worker: `inner` inner steps of the replica's inner phase are done."""
 
     tag = 38
     inner: Number
 
 
-class InnerCheckpointChunk(_OfReplica):
-    """Worker: a chunk of the inner checkpoint after `inner` inner steps; `last` on the last one."""
+class InnerCheckpointChunk(_ReplicaMessage):
+    """Worker: a chunk of the inner checkpoint after `inner` inner steps; `last` on the last
+    chunk."""
 
     tag = 39
     body = "bytes"
@@ -424,15 +430,16 @@ class InnerCheckpointChunk(_OfReplica):
     last: bool
 
 
-class InnerStateRequest(_OfReplica):
-    """Worker: send the newest inner checkpoint of this phase; `own`: and the per-replica state."""
+class InnerStateRequest(_ReplicaMessage):
+    """Worker: send the newest inner checkpoint of this phase, and with `own` the per-replica
+    state."""
 
     tag = 40
     own: bool
 
 
-class InnerStateChunk(_OfReplica):
-    """Coordinator: a chunk of the answer to `InnerStateRequest`; `last` on the last one.
+class InnerStateChunk(_ReplicaMessage):
+    """Coordinator: a chunk of the answer to `InnerStateRequest`; `last` on the last chunk.
 
     The chunks together are the per-replica state, if it was requested, then the newest inner
     checkpoint, after `inner` inner steps; `inner` is 0 if there is none.
@@ -462,7 +469,7 @@ class EvalResult(Message):
     term: Number
     step: Number
     part: Number
-    sums: Annotated[dict[Small, float], Field(max_length=limits.EVALUATION_SUMS)]
+    sums: Annotated[dict[ShortText, float], Field(max_length=limits.EVALUATION_SUMS)]
 
 
 # Workers that average chunks among themselves.
@@ -472,7 +479,7 @@ class ListenForPeers(Message):
     """Coordinator: listen for the other members of this run."""
 
     tag = 42
-    run_id: Small
+    run_id: ShortText
 
 
 class PeerPort(Message):
@@ -480,7 +487,7 @@ class PeerPort(Message):
     without TLS. Port 0: I cannot listen."""
 
     tag = 43
-    run_id: Small
+    run_id: ShortText
     port: Annotated[int, Field(ge=0, le=65_535)]
     fingerprint: Bytes32
 
@@ -490,24 +497,24 @@ class Peers(Message):
 
     tag = 44
     body = "document"
-    run_id: Small
+    run_id: ShortText
 
 
 class Linked(Message):
     """Worker: this peer and I reach each other; `mbit` is the measured speed in Mbit/s."""
 
     tag = 45
-    run_id: Small
-    peer: Small
+    run_id: ShortText
+    peer: ShortText
     mbit: Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Unlinked(Message):
-    """Worker: this peer and I cannot reach each other, or no longer can, and why."""
+    """Worker: this peer and I cannot reach each other, or no longer can, for this reason."""
 
     tag = 46
-    run_id: Small
-    peer: Small
+    run_id: ShortText
+    peer: ShortText
     reason: Text
 
 
@@ -516,7 +523,7 @@ class LinkTraffic(Message):
 
     tag = 59
     body = "document"
-    run_id: Small
+    run_id: ShortText
 
 
 class Owners(Message):
@@ -528,12 +535,12 @@ class Owners(Message):
 
     tag = 47
     body = "document"
-    run_id: Small
+    run_id: ShortText
     term: Number
     number: Annotated[int, Field(ge=1, lt=2**63)]
 
 
-class ChunkReduced(_OfChunk):
+class ChunkReduced(_ChunkMessage):
     """Owner: I have averaged this chunk. Body: its origin (JSON), the workers and subtrees whose
     sums were added."""
 
@@ -542,12 +549,12 @@ class ChunkReduced(_OfChunk):
     digest: Annotated[bytes, Field(min_length=16, max_length=16)]
 
 
-class SumsArrived(_InStep):
+class SumsArrived(_StepMessage):
     """Owner: I have received this worker's sums of the subtree for all chunks that I own."""
 
     tag = 51
     owners: Number
-    worker: Small
+    worker: ShortText
     lo: Number
     hi: Number
 
@@ -556,7 +563,7 @@ class SumsArrived(_InStep):
         return Subtree(self.lo, self.hi)
 
 
-class AverageDigests(_InStep):
+class AverageDigests(_StepMessage):
     """Coordinator: the digests of all averages of this step; the commit follows. Body: 16 bytes per
     chunk."""
 
@@ -564,26 +571,26 @@ class AverageDigests(_InStep):
     body = "bytes"
 
 
-class AveragesRequest(_InStep):
+class AveragesRequest(_StepMessage):
     """Worker: I lack averages of a committed step; send all averages of the step."""
 
     tag = 54
 
 
-class AverageMismatch(_OfChunk):
+class AverageMismatch(_ChunkMessage):
     """Worker: the average of this chunk that `owner` sent does not have the digest of the
     commit."""
 
     tag = 55
-    owner: Small
+    owner: ShortText
 
 
 class PeerHello(Message):
     """Dialing worker: I am `name`, and expect `to`."""
 
     tag = 56
-    name: Small
-    to: Small
+    name: ShortText
+    to: ShortText
     nonce: Bytes32
 
 
@@ -616,14 +623,14 @@ class Preparing(Message):
     progress: Text
 
 
-class Halt(_InStep):
+class Halt(_StepMessage):
     """Coordinator: stop computing and apply nothing, for this reason."""
 
     tag = 23
     reason: Text
 
 
-class Continue(_InStep):
+class Continue(_StepMessage):
     """Coordinator: the halt is over; the next attempt follows."""
 
     tag = 24
@@ -644,22 +651,22 @@ class EndRun(Message):
     """
 
     tag = 26
-    run_id: Small
+    run_id: ShortText
     outcome: Outcome
     reason: Text
     weights: Digest | None
-    metrics: Annotated[dict[Small, float | None], Field(max_length=limits.EVALUATION_SUMS)]
+    metrics: Annotated[dict[ShortText, float | None], Field(max_length=limits.EVALUATION_SUMS)]
 
 
 class MemoryReturned(Message):
-    """Either side: I no longer need what you put into shared memory at these offsets."""
+    """Either side: I no longer need the bodies at these offsets of your shared memory."""
 
     tag = 62
     places: Annotated[tuple[Number, ...], Field(max_length=64)]
 
 
 class Goodbye(Message):
-    """Either side: I close this connection, and why. `retry`: whether to reconnect."""
+    """Either side: I close this connection, for this reason. `retry`: whether to reconnect."""
 
     tag = 27
     reason: Text
@@ -692,20 +699,22 @@ def decode_message(tag: int, header: bytes | bytearray | memoryview) -> Message:
     Raises:
         MessageError: The tag is unknown, the bytes are not a msgpack map, or a field is invalid.
     """
-    kind = MESSAGES.get(tag)
-    if kind is None:
+    message_type = MESSAGES.get(tag)
+    if message_type is None:
         raise MessageError(f"expected a known message, got tag {tag}")
     try:
         fields = msgpack.unpackb(header, raw=False, strict_map_key=True, use_list=False)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise MessageError(f"expected a msgpack map as {kind.__name__}, got {error}") from None
+        raise MessageError(
+            f"expected a msgpack map as {message_type.__name__}, got {error}"
+        ) from None
     try:
-        message = kind.model_validate(fields, strict=True)
+        message = message_type.model_validate(fields, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         location = ".".join(str(part) for part in first["loc"]) or "the message"
-        raise MessageError(f"{kind.__name__}: {location}: {first['msg']}") from None
+        raise MessageError(f"{message_type.__name__}: {location}: {first['msg']}") from None
     # Defaults are for code that creates a message: on the wire every field is present.
-    for missing in kind.model_fields.keys() - message.model_fields_set:
-        raise MessageError(f"{kind.__name__}: {missing}: Field required")
+    for missing in message_type.model_fields.keys() - message.model_fields_set:
+        raise MessageError(f"{message_type.__name__}: {missing}: Field required")
     return message

@@ -15,12 +15,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from protocol.base import limits
 from protocol.base.errors import MessageError
-from protocol.base.fields import Number, Small
+from protocol.base.fields import Number, ShortText
 
 Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", repr=False)]
-HERE: Final = ""
-"""Stands for the coordinator's own machine: peers replace it by their address of the
-coordinator."""
+COORDINATOR_HOST: Final = ""
+"""Host of a peer on the coordinator's machine: the receiver replaces it by the address at which it
+reaches the coordinator."""
 COORDINATOR: Final = ""
 """The coordinator's name, as an owner of chunks and as a sender."""
 
@@ -38,14 +38,14 @@ class Peer(_Document):
 
     Attributes:
         name: The peer's name.
-        host: The peer's address; `HERE` on the coordinator's machine.
+        host: The peer's address, or `COORDINATOR_HOST`.
         port: The port at which the peer listens; 0 if it does not listen.
         fingerprint: SHA-256 of the peer's certificate.
         key: The key of this pair of members.
     """
 
-    name: Small
-    host: Small
+    name: ShortText
+    host: ShortText
     port: Annotated[int, Field(ge=0, le=65_535)]
     fingerprint: Hex32
     key: Hex32
@@ -60,7 +60,7 @@ class PeerList(_Document):
         peers: The peers.
     """
 
-    me: Small
+    me: ShortText
     listens: bool
     peers: Annotated[tuple[Peer, ...], Field(max_length=limits.WORKERS)]
 
@@ -68,7 +68,7 @@ class PeerList(_Document):
 class Traffic(_Document):
     """Bytes sent to each peer, and bytes received from it."""
 
-    peers: Annotated[dict[Small, tuple[Number, Number]], Field(max_length=limits.WORKERS)]
+    peers: Annotated[dict[ShortText, tuple[Number, Number]], Field(max_length=limits.WORKERS)]
 
 
 class OwnerTable(_Document):
@@ -84,9 +84,9 @@ class OwnerTable(_Document):
             own.
     """
 
-    members: Annotated[tuple[Small, ...], Field(min_length=1, max_length=limits.WORKERS)]
+    members: Annotated[tuple[ShortText, ...], Field(min_length=1, max_length=limits.WORKERS)]
     owners: Annotated[tuple[int, ...], Field(max_length=2**20)]
-    scribe: Small | None
+    scribe: ShortText | None
 
     @classmethod
     def star(cls, chunks: int) -> OwnerTable:
@@ -102,7 +102,7 @@ class OwnerTable(_Document):
         """Return the owner of a chunk."""
         return self.members[self.owners[chunk]]
 
-    def owned_by(self, member: str) -> set[int]:
+    def chunks_of(self, member: str) -> set[int]:
         """Return the chunks that a member owns."""
         if member not in self.members:
             return set()
@@ -110,21 +110,21 @@ class OwnerTable(_Document):
         return {chunk for chunk, owner in enumerate(self.owners) if owner == index}
 
 
-_Kind = TypeVar("_Kind", bound=_Document)
+_DocumentT = TypeVar("_DocumentT", bound=_Document)
 
 
-def parse(kind: type[_Kind], content: bytes) -> _Kind:
+def parse(document_type: type[_DocumentT], content: bytes) -> _DocumentT:
     """Decode a received document.
 
     Raises:
-        MessageError: The bytes are not a document of this kind.
+        MessageError: The bytes are not a document of this type.
     """
     try:
-        document = kind.model_validate_json(content)
+        document = document_type.model_validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
         location = ".".join(str(part) for part in first["loc"]) or "the document"
-        raise MessageError(f"{kind.__name__}: {location}: {first['msg']}") from None
+        raise MessageError(f"{document_type.__name__}: {location}: {first['msg']}") from None
     if isinstance(document, OwnerTable) and not all(
         0 <= owner < len(document.members) for owner in document.owners
     ):

@@ -1,7 +1,8 @@
 """Limit unauthenticated connections, in total and per address.
 
-A connection that closes without authenticating keeps its slot for a moment. Otherwise one address
-could start one TLS handshake after another, and a handshake costs this side more than the client.
+A connection that closes without authenticating occupies its slot until a second after its start.
+Otherwise one address could start TLS handshakes without a pause, and a handshake costs this side
+more than the client.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from protocol.base import limits
 
 
 class Pending(Protocol):
-    """A connection in the handshake.
+    """An unauthenticated connection.
 
     Attributes:
         host: The address that it comes from.
@@ -30,23 +31,23 @@ P = TypeVar("P", bound=Pending)
 
 
 class PendingConnections(Generic[P]):
-    """Connections in the handshake; `len` returns their number.
+    """Unauthenticated connections; `len` returns their number.
 
     Args:
         limit: Maximum number of connections in total.
-        most_per_host: Maximum number of connections from one address.
-        on_room: Called whenever a slot becomes free.
+        max_per_host: Maximum number of connections from one address.
+        on_room: Called when a slot becomes free.
     """
 
     def __init__(
         self,
         limit: int = limits.UNAUTHENTICATED_CONNECTIONS,
-        most_per_host: int = limits.UNAUTHENTICATED_CONNECTIONS_PER_ADDRESS,
+        max_per_host: int = limits.UNAUTHENTICATED_CONNECTIONS_PER_ADDRESS,
         on_room: Callable[[], None] = lambda: None,
     ) -> None:
         self._on_room = on_room
         self._limit = limit
-        self._most_per_host = most_per_host
+        self._max_per_host = max_per_host
         self._started_s: dict[P, float] = {}
         self._closed_by_address: Counter[str] = Counter()
         """Number of closed connections from each address that still occupy a slot."""
@@ -63,7 +64,7 @@ class PendingConnections(Generic[P]):
         from_host = (
             sum(pending.host == host for pending in self._started_s) + self._closed_by_address[host]
         )
-        return total < self._limit and from_host < self._most_per_host
+        return total < self._limit and from_host < self._max_per_host
 
     def add(self, pending: P) -> None:
         """Count a connection that starts."""

@@ -1,8 +1,8 @@
 """TLS 1.3 between the daemons, with one pinned certificate instead of certificate authorities.
 
-A worker ignores who signed the coordinator's certificate and which name it has: its SHA-256 must be
-the one in the join token. The user of a `Channel` checks it with `fingerprint` before it sends
-anything else.
+A worker ignores the signer and the names of the coordinator's certificate: the certificate's
+SHA-256 must be the one in the join token. The owner of a `Channel` compares `fingerprint` before it
+sends any secret.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 asyncio's transports encrypt and decrypt all bytes in the event loop, at one to two seconds per GB.
 Here the loop handles only headers and small messages. Once a large body has begun, a reader thread
 of the connection reads, decrypts and checks the rest; a writer thread encrypts and writes large
-messages. The parser is used by one thread at a time, in order, as if everything ran in the loop. An
-SSL object must not be used by two threads at once, so a lock is held for each piece.
+messages. One thread at a time uses the parser, so messages are parsed in order. An SSL object must
+not be used by two threads at once, so a lock is held for each read and each write.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from typing import Any, Final
 
 from protocol.base import limits
 from protocol.wire import dial, frames
-from protocol.wire.transport import Channel, Parsed
+from protocol.wire.transport import Channel, ParseResult
 
 _READ_BYTES: Final = 32 * limits.KIB
 """Maximum size of one read in the event loop."""
 _PIECE_BYTES: Final = 256 * limits.KIB
 """Maximum size of one read or one encryption in a thread."""
 _UNHANDLED_BYTES: Final = limits.MIB
-"""Bytes of bodies read by the thread and not yet handled by the loop, at which the thread stops."""
+"""Maximum size of the bodies that the thread has read and the loop has not handled: then the thread
+stops."""
 _NEXT_BODY_S: Final = 0.02
 """How long a thread waits for the next body before the event loop watches the socket again."""
 _LINGER_S: Final = limits.GOODBYE_TIMEOUT_MS / 1000
@@ -64,7 +65,8 @@ async def _shake_hands(endpoint: ssl.SSLSocket) -> None:
 
 
 class _Thread:
-    """A daemon thread that runs work items in order; started with the first item, never joined."""
+    """A daemon thread that runs work items in order; it starts with the first item, and is not
+    joined."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -113,7 +115,7 @@ class TlsTransport(asyncio.Transport):
         self._paused = False
         self._watched = False
         """Whether the event loop watches the socket for data to read."""
-        self._parsed: deque[Parsed] = deque()
+        self._parsed: deque[ParseResult] = deque()
         """Messages parsed by the reader thread, to be handled by the event loop."""
         self._unhandled_bytes = 0
         self._selectors: dict[int, Any] = {}
@@ -184,7 +186,7 @@ class TlsTransport(asyncio.Transport):
         """Handle messages that the thread has parsed, unless reading is paused."""
         while self._parsed and not (self._paused or self._closing):
             parsed = self._parsed.popleft()
-            self._channel.hear(parsed)
+            self._channel.handle(parsed)
 
     def _on_readable(self) -> None:
         with self._fail_on_error():
@@ -202,7 +204,7 @@ class TlsTransport(asyncio.Transport):
     def _read_available(self) -> None:
         """Decrypt and parse available data; hand a large body to the reader thread."""
         while self._may_read():
-            if self._channel.connection.rest_of_body >= limits.BULK_BYTES:
+            if self._channel.connection.missing_body_bytes >= limits.BULK_BYTES:
                 self._watch(False)
                 self._reader.do(self._read_bulk)
                 self._reading = True
@@ -227,8 +229,8 @@ class TlsTransport(asyncio.Transport):
         self.close()
 
     def _decrypt(self, into: memoryview) -> int | None:
-        """Decrypt into a buffer; return the byte count, 0 at the end, None if no data is
-        available."""
+        """Decrypt into a buffer; return the byte count, 0 at the end of the data, None if no data
+        is available now."""
         filled = 0
         if self._socket_error is not None:
             raise self._socket_error
@@ -257,7 +259,7 @@ class TlsTransport(asyncio.Transport):
         try:
             connection = self._channel.connection
             while True:
-                size = connection.rest_of_body
+                size = connection.missing_body_bytes
                 parsed = self._read_body()
                 if not parsed.is_empty:
                     self._unhandled_bytes += size
@@ -268,7 +270,7 @@ class TlsTransport(asyncio.Transport):
             error = read_error
         self._call_later(lambda: self._on_bulk_read(error))
 
-    def _read_body(self) -> Parsed:
+    def _read_body(self) -> ParseResult:
         """Read the rest of a body; return the messages that it completes."""
         filled = 0
         buffer = self._channel.get_buffer(-1)
@@ -279,12 +281,12 @@ class TlsTransport(asyncio.Transport):
                 break
             if count is not None:
                 filled += count
-                self._channel.received(count)
+                self._channel.note_received(count)
                 continue
             self._wait(selectors.EVENT_READ)
-        return self._channel.parse(filled) if filled else Parsed([])
+        return self._channel.parse(filled) if filled else ParseResult([])
 
-    def _next_body_began(self, parsed: Parsed) -> bool:
+    def _next_body_began(self, parsed: ParseResult) -> bool:
         """Read on in the thread, and return whether another large body has begun.
 
         After any other message the event loop parses: how it handles that message may decide how
@@ -306,12 +308,12 @@ class TlsTransport(asyncio.Transport):
         if not count:
             self._at_eof = count == 0
             return False
-        self._channel.received(count)
+        self._channel.note_received(count)
         parsed = self._channel.parse(count)
         if not parsed.is_empty:
             self._call_later(partial(self._parsed_in_thread, parsed, 0))
             return False
-        return self._channel.connection.rest_of_body >= limits.BULK_BYTES
+        return self._channel.connection.missing_body_bytes >= limits.BULK_BYTES
 
     def _wait(self, event: int, timeout_s: float | None = None) -> bool:
         """Wait in a thread until the socket can be read or written; return whether it can."""
@@ -320,7 +322,7 @@ class TlsTransport(asyncio.Transport):
             selector.register(self._endpoint, event)
         return bool(selector.select(timeout_s))
 
-    def _parsed_in_thread(self, parsed: Parsed, size: int) -> None:
+    def _parsed_in_thread(self, parsed: ParseResult, size: int) -> None:
         self._unhandled_bytes -= size
         if self._is_lost:
             return
@@ -619,11 +621,11 @@ async def connect(
         OSError: No address answers, or the handshake failed.
     """
     loop = asyncio.get_running_loop()
-    until_s = loop.time() + timeout_s
+    deadline_s = loop.time() + timeout_s
     addresses = await dial.resolve(host, port, timeout_s)
     while True:
-        left_s = until_s - loop.time()
-        endpoint, address = await dial.connect_first(addresses, max(left_s, _MIN_DIAL_S))
+        remaining_s = deadline_s - loop.time()
+        endpoint, address = await dial.connect_first(addresses, max(remaining_s, _MIN_DIAL_S))
         addresses.remove(address)
         try:
             await secure(endpoint, context, channel, server_side=False, timeout_s=timeout_s)

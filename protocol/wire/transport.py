@@ -40,18 +40,18 @@ _LAST_ACK: Final = struct.Struct("56xI")
 """`struct tcp_info` up to tcpi_last_ack_recv, which is in milliseconds."""
 URGENT: Final[tuple[type[Message], ...]] = (Halt, Cancel, Heartbeat, Goodbye)
 _MANY_OFFSETS: Final = 16
-"""Number of unneeded borrowed offsets that are returned at once, in a message of their own."""
+"""Number of unneeded borrowed offsets that are worth a separate message."""
 _ARRAY_CHUNKS = (InnerCheckpointChunk, CapturedRows, StepEmbeddings)
-"""Messages that are chunks of one large array, which, like gradients, is in memory anyway."""
+"""Messages that are chunks of a large array, which is in memory in any case, like gradients."""
 
 
 @dataclass(frozen=True, slots=True)
-class Parsed:
+class ParseResult:
     """The result of parsing received bytes.
 
     Attributes:
-        received: Whole messages, in order.
-        error: How the peer broke the protocol, if it did.
+        received: Complete messages, in order.
+        error: The peer's violation of the protocol; None if there is none.
     """
 
     received: list[ReceivedMessage]
@@ -73,7 +73,23 @@ class ChannelOwner(Protocol):
 
 
 class Channel(asyncio.BufferedProtocol):
-    """One connection to one peer."""
+    """One connection to one peer.
+
+    Attributes:
+        connection: The protocol without I/O.
+        peer: The peer's address; `?` before the connection is made.
+        last_received_s: Time of the last received bytes, on `clock`.
+        bytes_sent: Size of the frames that were passed to the transport.
+        is_paused: Whether reading is paused.
+
+    Args:
+        connection: The protocol without I/O.
+        owner: Receives messages and the end of the connection, in the event loop.
+        clock: Returns the time in seconds.
+        priority: Types of messages that are sent before all others.
+        take_values: Called in the reading thread with each message whose body is values (gradients
+            or state), instead of the owner; None: the owner receives these too.
+    """
 
     def __init__(
         self,
@@ -99,7 +115,7 @@ class Channel(asyncio.BufferedProtocol):
         self._waiting_bytes = 0
         self._room_futures: list[asyncio.Future[None]] = []
         self._is_writable = True
-        self.paused = False
+        self.is_paused = False
         self._error: ProtocolError | None = None
         self._reason = ""
         self._closing = False
@@ -129,25 +145,26 @@ class Channel(asyncio.BufferedProtocol):
         return bool(local and remote and local[0] == remote[0])
 
     @property
-    def unanswered_s(self) -> float | None:
-        """How long the peer's kernel has acknowledged nothing; None if the system does not report
+    def unacknowledged_s(self) -> float | None:
+        """Time since the peer's kernel last acknowledged data; None if the system does not report
         it.
 
         The kernel acknowledges data for a process that is blocked, as long as it exists.
         """
         endpoint = self._transport.get_extra_info("socket") if self._transport else None
-        return None if endpoint is None else _unanswered_s(endpoint)
+        return None if endpoint is None else _unacknowledged_s(endpoint)
 
     @property
     def bytes_received(self) -> int:
         """Bytes received, including those through shared memory."""
-        return self._bytes_received + self.connection.shared_bytes
+        return self._bytes_received + self.connection.shared_bytes_received
 
     @property
     def queued_bytes(self) -> int:
         """Bytes that wait to be sent, without those already passed to the transport.
 
-        Gradients and state do not count: they are in memory anyway, and their senders limit them.
+        Gradients, state and other large arrays do not count: they are in memory in any case, and
+        their senders limit them.
         """
         return self._queued_bytes
 
@@ -157,16 +174,16 @@ class Channel(asyncio.BufferedProtocol):
         return self._waiting_bytes
 
     @property
-    def waiting(self) -> Iterator[Message]:
+    def waiting_messages(self) -> Iterator[Message]:
         """The messages that wait to be sent, in order, without urgent ones."""
         return (frame.message for frame in self._queue)
 
-    def withdraw(self, kinds: tuple[type[Message], ...]) -> None:
-        """Drop waiting messages of these kinds."""
+    def withdraw(self, message_types: tuple[type[Message], ...]) -> None:
+        """Drop waiting messages of these types."""
         for frame in self._queue:
-            if isinstance(frame.message, kinds):
+            if isinstance(frame.message, message_types):
                 self._count(frame, -1)
-        self._queue = deque(e for e in self._queue if not isinstance(e.message, kinds))
+        self._queue = deque(e for e in self._queue if not isinstance(e.message, message_types))
         self._wake()
 
     async def wait_for_room(self) -> None:
@@ -207,14 +224,14 @@ class Channel(asyncio.BufferedProtocol):
 
     def pause(self) -> None:
         """Stop reading until `resume`; the peer's messages wait at the peer."""
-        if not self.paused and self._transport is not None and not self._closing:
-            self.paused = True
+        if not self.is_paused and self._transport is not None and not self._closing:
+            self.is_paused = True
             self._transport.pause_reading()
 
     def resume(self) -> None:
         """Continue reading."""
-        if self.paused and self._transport is not None and not self._closing:
-            self.paused = False
+        if self.is_paused and self._transport is not None and not self._closing:
+            self.is_paused = False
             self.last_received_s = self._clock()
             self._transport.resume_reading()
 
@@ -225,7 +242,7 @@ class Channel(asyncio.BufferedProtocol):
         message = Goodbye(reason=self._shorten_reason(reason), retry=retry, exit_code=exit_code)
         with contextlib.suppress(ProtocolError):
             self.send(message)
-        # The peer closes after it has read the Goodbye; the reason for the end is ours.
+        # The peer closes after it has read the Goodbye, but the end has this side's reason.
         self._reason = self._reason or reason
         self.finish()
 
@@ -274,57 +291,59 @@ class Channel(asyncio.BufferedProtocol):
         return self.connection.get_buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
-        self.received(nbytes)
+        self.note_received(nbytes)
         if not self._closing:
-            self.hear(self.parse(nbytes))
+            self.handle(self.parse(nbytes))
 
-    def received(self, nbytes: int) -> None:
+    def note_received(self, nbytes: int) -> None:
         """Note that `nbytes` bytes have arrived; called in the thread that reads."""
         self.last_received_s = self._clock()
         self._bytes_received += nbytes
 
-    def parse(self, nbytes: int) -> Parsed:
+    def parse(self, nbytes: int) -> ParseResult:
         """Return the messages that these bytes complete; called in the thread that reads."""
         try:
             received = self.connection.buffer_updated(nbytes)
             if self._take_values is None:
-                return Parsed(received)
+                return ParseResult(received)
             for frame in received:
                 if frame.message.body == "values" and not self._closing:
                     self._take_values(frame)
-            return Parsed([frame for frame in received if frame.message.body != "values"])
+            return ParseResult([frame for frame in received if frame.message.body != "values"])
         except ProtocolError as error:
-            return Parsed([], error)
+            return ParseResult([], error)
 
-    def hear(self, parsed: Parsed) -> None:
+    def handle(self, parsed: ParseResult) -> None:
         """Handle parsed messages, in the event loop."""
         try:
             for received in parsed.received:
-                if self._closing:  # an earlier message has closed it
+                if self._closing:  # an earlier message has closed the channel
                     return
-                self._hear(received)
+                self._handle_message(received)
             if parsed.error is not None and not self._closing:
                 raise parsed.error
         except ProtocolError as error:
             self._refuse(error)
 
-    def _hear(self, received: ReceivedMessage) -> None:
+    def _handle_message(self, received: ReceivedMessage) -> None:
         memory = self.connection.memory
         if isinstance(received.message, MemoryReturned):
             if memory is None:
                 raise OutOfOrder("MemoryReturned on a connection without shared memory")
-            memory.returned(received.message.places)
+            memory.release(received.message.places)
             return
         self._owner.on_message(self, received)
         del received  # releases a borrowed body that the owner has not kept
-        if memory is not None and (offsets := memory.unneeded(_MANY_OFFSETS)):
+        if memory is not None and (offsets := memory.collect_unneeded(_MANY_OFFSETS)):
             self._return_memory(offsets)
 
     def _has_peer_left(self) -> bool:
-        """Whether the peer has closed its end. Writing to it would reset the connection before its
-        last messages, and its reason for leaving, are read."""
+        """Return whether the peer has closed its end.
+
+        Writing then resets the connection before the peer's last messages and its reason are read.
+        """
         if self.connection.memory is None or self._transport is None:
-            return False  # over a network this cannot be known
+            return False  # over a network this is unknown
         endpoint = self._transport.get_extra_info("socket")
         if endpoint is None or endpoint.fileno() < 0:
             return False
@@ -364,7 +383,7 @@ class Channel(asyncio.BufferedProtocol):
         self._owner.on_lost(self, reason, self._error)
 
     def _refuse(self, error: ProtocolError) -> None:
-        """Tell the peer what was wrong, and close the connection."""
+        """Send the error to the peer, and close the connection."""
         self._error = error
         transport = self._transport
         self._closing = True
@@ -403,14 +422,14 @@ class Channel(asyncio.BufferedProtocol):
         body.
 
         Raises:
-            SharedMemoryFull: There is no room.
+            SharedMemoryFull: There is not enough memory.
         """
         memory = self.connection.memory
         if memory is None:
             return frame.buffers
-        shared = frame.shared(memory)
+        shared = frame.encode_shared(memory)
         buffers = frame.buffers if shared is None else (shared,)
-        if offsets := memory.unneeded():
+        if offsets := memory.collect_unneeded():
             return (*encode(MemoryReturned(places=offsets)).buffers, *buffers)
         return buffers
 
@@ -422,7 +441,7 @@ def reason_of(error: BaseException | None) -> str:
     return getattr(error, "strerror", None) or str(error) or "the connection was reset"
 
 
-def _unanswered_s(endpoint: socket.socket) -> float | None:
+def _unacknowledged_s(endpoint: socket.socket) -> float | None:
     """Return the seconds since the peer's kernel last acknowledged data, as Linux reports it."""
     if _is_unix(endpoint):
         return 0.0  # both ends have one kernel, which closes the socket of a process that exits

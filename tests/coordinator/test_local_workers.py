@@ -134,7 +134,7 @@ async def test_unstartable_worker_is_a_one_line_error(tmp_path, monkeypatch):
 
 async def test_worker_killed_for_memory_is_reported_as_such(tmp_path, monkeypatch):
     counts = iter(range(20))
-    monkeypatch.setattr(local_workers, "killed_for_memory", lambda: {"group": next(counts)})
+    monkeypatch.setattr(local_workers, "count_oom_kills", lambda: {"group": next(counts)})
     kill = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
     monkeypatch.setattr(local_workers, "command_of", lambda _: kill)
     lines: list[str] = []

@@ -53,7 +53,7 @@ def feed_reader(data: bytes) -> None:
         assert reader.phase is Phase.CLOSED
     with contextlib.suppress(RemoteProtocolError):
         reader.receive_eof()
-    assert reader.held_bytes <= frames.PREFIX_BYTES + 64 * limits.KIB
+    assert reader.buffered_bytes <= frames.PREFIX_BYTES + 64 * limits.KIB
 
 
 def write_seeds(directory: Path) -> None:

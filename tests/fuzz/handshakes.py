@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from protocol.wire.authentication import Exchange, answer, new_key
+from protocol.wire.authentication import Exchange, answer_challenge, new_key
 from protocol.wire.connection import (
     FROM_CLIENT,
     FROM_COORDINATOR,
@@ -43,7 +43,7 @@ def handshake(first: type[Hello | PeerHello], last: type[Welcome | PeerWelcome])
     assert isinstance(hello, Hello | PeerHello)
     exchange = Exchange(hello, bytes(range(32, 64)), _CERTIFICATE)
     challenge = exchange.challenge(secret)
-    proof = answer(hello, challenge, _CERTIFICATE, secret)
+    proof = answer_challenge(hello, challenge, _CERTIFICATE, secret)
     exchange.check_worker(secret, proof)
     return Handshake(*(encoded(message) for message in (hello, challenge, proof, EXAMPLES[last])))
 

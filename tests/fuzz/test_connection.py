@@ -52,7 +52,7 @@ def count_messages(reader: Connection, data: bytes, rng: random.Random) -> int:
     with contextlib.suppress(FrameError):
         reader.receive_eof()
     assert reader.phase is Phase.CLOSED
-    assert reader.held_bytes <= 64 * limits.KIB
+    assert reader.buffered_bytes <= 64 * limits.KIB
     return count
 
 

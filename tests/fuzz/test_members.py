@@ -21,7 +21,7 @@ from coordinator.run.run import RunPhase
 from protocol.base.errors import MessageError
 from protocol.spec.manifest import Manifest
 from protocol.wire import frames
-from protocol.wire.authentication import answer, new_nonce
+from protocol.wire.authentication import answer_challenge, new_nonce
 from protocol.wire.connection import Connection, Phase
 from protocol.wire.messages import Challenge, Drain, Goodbye, Heartbeat, Hello, Ready
 from tests.event_loop import on_uvloop_for
@@ -167,7 +167,7 @@ class LiveMember:
         ((challenge, _),) = side.receive_data(self.transport.take())
         token = self.live.service.credentials.join_token()
         assert isinstance(challenge, Challenge)
-        proof = answer(hello, challenge, token.fingerprint, token.secret)
+        proof = answer_challenge(hello, challenge, token.fingerprint, token.secret)
         self.transport.feed(join_buffers(side.send(proof)))
         content = self.transport.take()
         length = welcome_bytes(content)

@@ -23,7 +23,7 @@ from protocol.base.errors import ProtocolError, SamestepError, VersionMismatch
 from protocol.base.fields import cut_text
 from protocol.cli.doctor import Finding, failure, ok, warning
 from protocol.wire import dial, tls
-from protocol.wire.authentication import NO_CERTIFICATE, answer, new_nonce
+from protocol.wire.authentication import NO_CERTIFICATE, answer_challenge, new_nonce
 from protocol.wire.connection import Connection, encode
 from protocol.wire.dial import Address, DialError
 from protocol.wire.messages import Challenge, Goodbye, Hello, Message
@@ -178,7 +178,7 @@ def _check_secret(
         _send(endpoint, connection, hello)
         message = _next_message(endpoint, connection)
         if isinstance(message, Challenge):
-            answer(hello, message, fingerprint or NO_CERTIFICATE, secret)
+            answer_challenge(hello, message, fingerprint or NO_CERTIFICATE, secret)
             yield _check_large_message(endpoint, coordinator)
             secret_name = "its key" if enrolled else "the join token"
             note = f"{secret_name} fits, and both have protocol version {PROTOCOL_VERSION}"

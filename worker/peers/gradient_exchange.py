@@ -272,7 +272,7 @@ class GradientExchange:
 
     def _update_owned_chunks(self, attempt: _Attempt) -> None:
         """Reduce the chunks that this worker owns now; drop partial sums of all others."""
-        attempt.owned_chunks = attempt.table.owned_by(self.me)
+        attempt.owned_chunks = attempt.table.chunks_of(self.me)
         dropped_chunks = attempt.reducer.set_pieces(attempt.owned_chunks)
         # A later table may return these chunks, whose sums must then arrive again.
         for numbers in attempt.arrived_chunks.values():

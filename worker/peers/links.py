@@ -39,7 +39,7 @@ from protocol.spec.manifest import Block
 from protocol.spec.sections.exchange import Codecs
 from protocol.wire import dial, tls, tls_transport
 from protocol.wire.acceptor import Acceptor, ProtocolFactory
-from protocol.wire.authentication import NO_CERTIFICATE, Exchange, answer, new_nonce
+from protocol.wire.authentication import NO_CERTIFICATE, Exchange, answer_challenge, new_nonce
 from protocol.wire.connection import Connection, EncodedMessage, ReceivedMessage, Role, encode
 from protocol.wire.dial import DialError
 from protocol.wire.messages import (
@@ -53,7 +53,7 @@ from protocol.wire.messages import (
     PeerWelcome,
     Proof,
 )
-from protocol.wire.peers import HERE, Peer, PeerList
+from protocol.wire.peers import COORDINATOR_HOST, Peer, PeerList
 from protocol.wire.pending import PendingConnections
 from protocol.wire.transport import URGENT, Channel, reason_of
 
@@ -445,7 +445,7 @@ class _PeerConnection:
         certificate = self.channel.certificate
         fingerprint = NO_CERTIFICATE if certificate is None else tls.fingerprint(certificate)
         key = bytes.fromhex(self.peer.key)
-        proof = answer(self._hello, challenge, fingerprint, key)
+        proof = answer_challenge(self._hello, challenge, fingerprint, key)
         self._note_authenticated()
         self.channel.send(proof)
 
@@ -588,7 +588,7 @@ class LinkSockets:
             self._acceptor.resume()
 
     async def connect(self, peer: Peer, channel: Channel) -> None:
-        host = self._coordinator if peer.host == HERE else peer.host
+        host = self._coordinator if peer.host == COORDINATOR_HOST else peer.host
         timeout_s = limits.HANDSHAKE_TIMEOUT_MS / 1000
         if self._client_context is not None:
             await tls_transport.connect(

@@ -35,7 +35,12 @@ from protocol.machine.trace import Tracer
 from protocol.spec.manifest import Block
 from protocol.spec.sections.exchange import Codecs
 from protocol.wire import dial, tls, tls_transport
-from protocol.wire.authentication import NO_CERTIFICATE, answer, new_nonce, on_this_machine
+from protocol.wire.authentication import (
+    NO_CERTIFICATE,
+    answer_challenge,
+    local_fingerprint,
+    new_nonce,
+)
 from protocol.wire.connection import Connection, EncodedMessage, ReceivedMessage, encode
 from protocol.wire.messages import (
     AveragedGradient,
@@ -404,7 +409,7 @@ class Client:
             if not self._session.name:
                 if silent_s * 1000 > limits.HANDSHAKE_TIMEOUT_MS:
                     channel.abort(f"no answer to the handshake for {silent_s:.0f} s")
-            elif silent_s * 1000 > limits.LIVENESS_TIMEOUT_MS and not channel.paused:
+            elif silent_s * 1000 > limits.LIVENESS_TIMEOUT_MS and not channel.is_paused:
                 channel.abort(f"the coordinator was silent for {silent_s:.0f} s")
             else:
                 channel.send(Heartbeat())
@@ -448,9 +453,9 @@ class Client:
     def _prove(self, channel: Channel, challenge: Challenge) -> None:
         certificate = self._certificate or NO_CERTIFICATE
         if channel.certificate is None and self._certificate is not None:
-            certificate = on_this_machine(certificate)
+            certificate = local_fingerprint(certificate)
         try:
-            channel.send(answer(self._hello, challenge, certificate, self._secret))
+            channel.send(answer_challenge(self._hello, challenge, certificate, self._secret))
         except NotAuthorized as error:
             self._leave(act.Leave(str(error), retry=False, exit_code=error.exit_code))
 
@@ -587,7 +592,9 @@ class Client:
         if channel is None:
             return
         throttle = self._checkpoint_throttle
-        if isinstance(message, InnerCheckpointChunk) and throttle.skips(message, channel.waiting):
+        if isinstance(message, InnerCheckpointChunk) and throttle.skips(
+            message, channel.waiting_messages
+        ):
             return
         channel.send(encode(message, action.body))
 

@@ -22,7 +22,7 @@ from backends.base.interface import Array
 from protocol.base.errors import BackendUnavailable, UsageError
 from protocol.cli.command_line import child_environment, command_of
 from protocol.exact.replica import PartKind, Replica, part_elements
-from protocol.machine.memory import has_new_kills, killed_for_memory
+from protocol.machine.memory import count_oom_kills, has_new_kills
 from protocol.machine.shared_memory import Extent, SharedMemory
 from protocol.spec.manifest import Block
 from protocol.spec.sections.optimizer import OptimizerSpec
@@ -88,7 +88,7 @@ class DeviceProcesses:
         """See `group_engine.Devices`."""
 
         def zeros(kind: PartKind, block: int) -> Array:
-            values = self._memory.new_array(part_elements(kind, blocks[block]), once=True)
+            values = self._memory.new_array(part_elements(kind, blocks[block]), is_single_use=True)
             values.fill(0)
             return values
 
@@ -140,7 +140,7 @@ class _Process:
         self._on_report, self._on_loss, self._print_line = on_report, on_loss, print_line
         self._ending = False
         self.preparing = ""
-        self._killed_before = killed_for_memory()
+        self._killed_before = count_oom_kills()
         module, *options = arguments
         self._name = options[0]
         self._script_phase: ScriptPhase | None = None
@@ -243,7 +243,7 @@ def _argument(device: int | str | None) -> str:
 
 
 def _describe_end(code: int, killed_before: Mapping[str, int]) -> str:
-    if code == -signal.SIGKILL and has_new_kills(killed_before, killed_for_memory()):
+    if code == -signal.SIGKILL and has_new_kills(killed_before, count_oom_kills()):
         return "was killed by the kernel for memory (oom_kill)"
     if code < 0:
         with contextlib.suppress(ValueError):

@@ -28,7 +28,7 @@ from protocol.exact.reduction.chunk_grid import ChunkGrid, divide_chunks
 from protocol.spec.manifest import Block
 from protocol.spec.sections.exchange import ExchangeSpec
 from protocol.wire.messages import ListenForPeers, Owners, PeerPort, Peers
-from protocol.wire.peers import HERE, OwnerTable, Peer, PeerList, pair_key
+from protocol.wire.peers import COORDINATOR_HOST, OwnerTable, Peer, PeerList, pair_key
 
 _FEWEST_HOSTS: Final = 3
 """With two hosts a sharded exchange gains nothing: each sends and receives as much in a star."""
@@ -106,7 +106,8 @@ class Mesh:
 
         Args:
             worker: The worker's name.
-            host: The host from which the worker connects; `HERE` for the coordinator's machine.
+            host: The host from which the worker connects; `COORDINATOR_HOST` for the coordinator's
+                machine.
         """
         self.remove_worker(worker)
         self._hosts[worker] = host
@@ -263,7 +264,7 @@ class Mesh:
 
     def _choose_scribe(self, members: Sequence[str]) -> str | None:
         """Return a member on the coordinator's machine, which receives all averages anyway."""
-        return next((name for name in members if self._hosts[name] == HERE), None)
+        return next((name for name in members if self._hosts[name] == COORDINATOR_HOST), None)
 
     def _are_linked(self, first: str, second: str) -> bool:
         return second in self.links.get(first, {}) and first in self.links.get(second, {})
@@ -311,7 +312,9 @@ class Mesh:
             return f"a star: fewer than {_FEWEST_HOSTS} hosts"
         total = sum(shares)
         mesh_members = [
-            MeshMember(speeds[name], share / total, has_coordinator=self._hosts[name] == HERE)
+            MeshMember(
+                speeds[name], share / total, has_coordinator=self._hosts[name] == COORDINATOR_HOST
+            )
             for name, share in zip(members, shares, strict=True)
         ]
         star, sharded = (

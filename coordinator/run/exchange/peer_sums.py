@@ -69,7 +69,7 @@ class PeerSums:
         self._microbatches = microbatches
         self._owner_digests: dict[int, tuple[str, bytes]] = {}
         self._average_digests: dict[int, bytes] = {}
-        own_chunks = table.owned_by(COORDINATOR)
+        own_chunks = table.chunks_of(COORDINATOR)
         self._outstanding_chunks = {chunk for chunk in range(grid.count) if chunk not in own_chunks}
         self._arrived_sums = {name: self._empty_sum() for name in workers}
         self._first_table_numbers = dict.fromkeys(workers, table_number)
@@ -91,7 +91,7 @@ class PeerSums:
             for chunk in self._outstanding_chunks
             if table.owner(chunk) != self.table.owner(chunk)
         }
-        chunks_taken_over = changed_owner & table.owned_by(COORDINATOR)
+        chunks_taken_over = changed_owner & table.chunks_of(COORDINATOR)
         gaining_workers = {table.owner(chunk) for chunk in changed_owner - chunks_taken_over}
         self._outstanding_chunks -= chunks_taken_over
         for chunk in chunks_taken_over:

@@ -185,7 +185,7 @@ class Round:
         self._blocks = blocks
         self._average_of = _averages_by_chunk(blocks, self.averages, self._grid)
         numbered_table = numbered_table or (0, OwnerTable.star(self._grid.count))
-        self._coordinator_chunks = numbered_table[1].owned_by(COORDINATOR)
+        self._coordinator_chunks = numbered_table[1].chunks_of(COORDINATOR)
         # Block 0 first: its sums arrive last, so they usually show the missing subtrees.
         first = sorted(self._coordinator_chunks, reverse=True)
         self._reducer = Reducer(microbatches, exchange, first, self._average_of)

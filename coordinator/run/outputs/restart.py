@@ -9,7 +9,7 @@ from typing import Annotated
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field
 
-from protocol.base.fields import Digest, Number, Small
+from protocol.base.fields import Digest, Number, ShortText
 from protocol.exact.reduction.reducer import Origin
 from protocol.spec.manifest import Manifest
 from protocol.wire.messages import Commit
@@ -40,7 +40,7 @@ class EmbeddingsRecord(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     digest: Digest
-    of: dict[Small, tuple[tuple[Number, Number], ...]]
+    of: dict[ShortText, tuple[tuple[Number, Number], ...]]
 
     @staticmethod
     def from_origin(digest: str, origin: Origin) -> EmbeddingsRecord:
@@ -71,7 +71,7 @@ class CommitRecord(MsgpackRecord):
     state_before: Digest | None = None
     norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     own_digest: Digest | None = None
-    counted: tuple[dict[Small, tuple[tuple[Number, Number], ...]], ...] | None = None
+    counted: tuple[dict[ShortText, tuple[tuple[Number, Number], ...]], ...] | None = None
     embedded: EmbeddingsRecord | None = None
 
 

@@ -31,7 +31,7 @@ from pydantic import Field, ValidationError
 from coordinator.disk.older_names import with_term
 from coordinator.run.outputs.restart import CommitRecord, MsgpackRecord
 from protocol.base import limits
-from protocol.base.fields import Digest, Number, Small
+from protocol.base.fields import Digest, Number, ShortText
 from protocol.wire.messages import AveragedGradient
 
 Array = NDArray[np.float32]
@@ -67,7 +67,7 @@ class SegmentHeader(MsgpackRecord):
     """
 
     format: Annotated[int, Field(ge=1)] = FORMAT
-    run_id: Small
+    run_id: ShortText
     manifest_digest: Digest
     term: Number
     base_step: Number

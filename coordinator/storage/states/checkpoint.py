@@ -47,7 +47,7 @@ from coordinator.disk.durable_file import (
 from coordinator.disk.older_names import with_term
 from coordinator.disk.safetensors_file import safetensors_pieces
 from protocol.base.errors import Mismatch, StorageDamaged, StorageFailed
-from protocol.base.fields import Digest, Number, Small
+from protocol.base.fields import Digest, Number, ShortText
 from protocol.base.regular_file import open_regular, parse_json, read_json
 from protocol.exact.replica import Replica
 from protocol.spec.manifest import Manifest
@@ -73,7 +73,7 @@ class CheckpointInfo(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     format: Annotated[int, Field(ge=1, le=FORMAT)] = FORMAT
-    run_id: Small
+    run_id: ShortText
     term: Number
     step: Number
     optimizer_step: Number

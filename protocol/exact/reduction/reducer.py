@@ -19,7 +19,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from protocol.base import limits
 from protocol.base.errors import MessageError
-from protocol.base.fields import Number, Small
+from protocol.base.fields import Number, ShortText
 from protocol.exact.reduction.average import Array, average, is_finite
 from protocol.exact.reduction.codecs import project
 from protocol.exact.reduction.tree import Subtree, root
@@ -31,7 +31,9 @@ Piece = TypeVar("Piece", bound=Hashable)
 Origin = tuple[tuple[str, Subtree], ...]
 """The workers and subtrees that make up a sum, from left to right."""
 _ORIGIN: Final = TypeAdapter[list[tuple[str, int, int]]](
-    Annotated[list[tuple[Small, Number, Number]], Field(max_length=limits.MICROBATCHES_PER_STEP)]
+    Annotated[
+        list[tuple[ShortText, Number, Number]], Field(max_length=limits.MICROBATCHES_PER_STEP)
+    ]
 )
 
 

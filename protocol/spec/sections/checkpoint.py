@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from protocol.base.fields import Count, Every
+from protocol.base.fields import Count, CountOrZero
 from protocol.spec.sections.section import Needs, OmittedByDefault, Section
 
 Better = Literal["higher", "lower"]
@@ -18,7 +18,7 @@ class CheckpointSpec(Section):
     The newest intact checkpoint is always kept, and if `metric` is set also the best checkpoint.
     """
 
-    every: Every = Field(
+    every: CountOrZero = Field(
         50, description="steps between checkpoints; 0: only at the start and the end"
     )
     keep_last: Count = Field(2, description="number of newest checkpoints to keep")

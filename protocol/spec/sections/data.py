@@ -8,7 +8,7 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from protocol.base.fields import Bounded, Count, Fraction, sort_keys
+from protocol.base.fields import BoundedInt, Count, Fraction, sort_keys
 from protocol.spec.sections.section import KeyFault, Needs, OmittedByDefault, Section, TaggedUnion
 
 LOGITS_SUFFIX: Final = ".parquet"
@@ -88,7 +88,7 @@ class DataSpec(Section):
         description="learn (number - mean) / deviation of the training data; metrics and worker "
         "classify give numbers as in the data",
     )
-    num_classes: Annotated[Bounded | None, Needs("problem", ("single-label", "multi-label"))] = (
+    num_classes: Annotated[BoundedInt | None, Needs("problem", ("single-label", "multi-label"))] = (
         Field(None, ge=2, description="expected number of classes, checked against the data")
     )
     class_weights: Annotated[ClassWeights | None, Needs("problem", ("single-label",))] = Field(

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from protocol.base.fields import Bounded, Fraction
+from protocol.base.fields import BoundedInt, Fraction
 from protocol.spec.sections.section import Needs, Section
 
 Precision = Literal["float32", "bfloat16"]
@@ -104,7 +104,9 @@ class ReplicasSpec(Section):
     count: int = Field(
         ge=1, le=256, description="K: number of replicas, whatever the number of workers"
     )
-    inner_steps: Bounded = Field(ge=1, description="H: optimizer steps of each replica in a round")
+    inner_steps: BoundedInt = Field(
+        ge=1, description="H: optimizer steps of each replica in a round"
+    )
     outer: OuterSpec = OuterSpec()
     inner_state: Literal["reset", "carry"] = Field(
         "reset",
@@ -119,7 +121,7 @@ class ReplicasSpec(Section):
     averages: DenseCodec = Field(
         "float32", description="encoding of the averaged difference that workers receive"
     )
-    boundary_every: Bounded = Field(
+    boundary_every: BoundedInt = Field(
         0,
         ge=0,
         description="inner steps between inner checkpoints, which limit what is computed again "

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from protocol.base import limits
-from protocol.base.fields import PRINTABLE, Count, Every, Fraction
+from protocol.base.fields import PRINTABLE, Count, CountOrZero, Fraction
 from protocol.spec.sections.checkpoint import Better
 from protocol.spec.sections.section import KeyFault, Needs, OmittedByDefault, Section, TaggedUnion
 
@@ -91,7 +91,7 @@ class EmaSpec(Section):
         default=False,
         description="averaging n, from 0, keeps at most (1 + n) / (10 + n), as in diffusers",
     )
-    start_step: Every = Field(0, description="updates before the first one that is averaged")
+    start_step: CountOrZero = Field(0, description="updates before the first one that is averaged")
     every: Count = Field(1, description="updates from one averaging to the next")
     count_initial: bool = Field(
         default=False,
@@ -118,7 +118,7 @@ class SwaSpec(Section):
     average of torch.optim.swa_utils.AveragedModel.
     """
 
-    start_step: Every = Field(0, description="updates before the first one that is averaged")
+    start_step: CountOrZero = Field(0, description="updates before the first one that is averaged")
     every: Count = Field(1, description="updates from one averaging to the next")
 
 
@@ -134,7 +134,7 @@ class PlateauSpec(Section):
         "lower", description="whether a higher or a lower value of the metric is better"
     )
     factor: float = Field(0.1, gt=0, lt=1, description="the rate is multiplied by this")
-    patience: Every = Field(
+    patience: CountOrZero = Field(
         10, description="evaluations without improvement that are accepted; the next one lowers lr"
     )
     threshold: float = Field(
@@ -143,7 +143,7 @@ class PlateauSpec(Section):
     threshold_mode: Literal["rel", "abs"] = Field(
         "rel", description="whether threshold is a share of the best value, or a difference"
     )
-    cooldown: Every = Field(
+    cooldown: CountOrZero = Field(
         0, description="evaluations after a decrease of lr that do not count against patience"
     )
 
@@ -205,7 +205,7 @@ class OptimizerSpec(Section):
     ema: Annotated[EmaSpec | None, OmittedByDefault()] = None
     swa: Annotated[SwaSpec | None, OmittedByDefault()] = None
     schedule: ScheduleName = Field("constant", description="shape of lr after the warmup")
-    warmup_steps: Every = Field(0, description="steps in which lr rises")
+    warmup_steps: CountOrZero = Field(0, description="steps in which lr rises")
     warmup_from_zero: Annotated[bool, Needs("warmup_steps")] = Field(
         default=False, description="lr is 0 in the first step, as in transformers"
     )
@@ -224,7 +224,7 @@ class OptimizerSpec(Section):
     start_lr_ratio: Annotated[Fraction, Needs("schedule", ("onecycle",))] = Field(
         0.04, description="onecycle: lr of the first step, as a share of lr"
     )
-    milestones: Annotated[tuple[Every, ...], Needs("schedule", ("piecewise",))] = Field(
+    milestones: Annotated[tuple[CountOrZero, ...], Needs("schedule", ("piecewise",))] = Field(
         (), max_length=1000, description="piecewise: steps at which lr is multiplied by gamma"
     )
     gamma: Annotated[float, Needs("schedule", ("piecewise",))] = Field(

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from protocol.base import limits
-from protocol.base.fields import Bounded, Count, Fraction
+from protocol.base.fields import BoundedInt, Count, Fraction
 from protocol.spec.sections.section import Needs, Section
 
 Unit = Literal["sample", "microbatch"]
@@ -111,7 +111,7 @@ class ScriptedSpec(Section):
     """Gradients computed from (seed, step, microbatch) without a model, for benchmarks."""
 
     blocks: Count = Field(4, description="number of blocks")
-    block_bytes: Bounded = Field(262_144, ge=4, description="size of each block")
+    block_bytes: BoundedInt = Field(262_144, ge=4, description="size of each block")
     samples: Count = Field(4096, description="number of training samples")
 
 

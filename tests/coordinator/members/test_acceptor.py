@@ -13,7 +13,7 @@ from coordinator.members.listening import is_loopback
 from protocol.base import limits
 from protocol.base.errors import ExitCode, NotAuthorized
 from protocol.wire.acceptor import Acceptor
-from protocol.wire.authentication import Exchange, answer, on_this_machine
+from protocol.wire.authentication import Exchange, answer_challenge, local_fingerprint
 from protocol.wire.messages import Challenge, Proof
 from tests.event_loop import on_uvloop
 from tests.hostile_worker import HostileWorker
@@ -201,9 +201,11 @@ async def test_proof_cannot_be_relayed_between_unix_socket_and_port(tmp_path):
                 relay.send_hello()
                 token = CoordinatorCredentials.open().join_token()
                 challenge = await relay.wait_for_message(Challenge)
-                fingerprint = token.fingerprint if is_local else on_this_machine(token.fingerprint)
+                fingerprint = (
+                    token.fingerprint if is_local else local_fingerprint(token.fingerprint)
+                )
                 with pytest.raises(NotAuthorized):
-                    answer(relay.hello, challenge, fingerprint, token.secret)
+                    answer_challenge(relay.hello, challenge, fingerprint, token.secret)
                 proof = Exchange(relay.hello, challenge.nonce, fingerprint).prove(
                     "worker", token.secret
                 )

@@ -20,11 +20,11 @@ from protocol.wire.authentication import (
     METHOD,
     NO_CERTIFICATE,
     Exchange,
-    answer,
+    answer_challenge,
     new_key,
     new_nonce,
 )
-from protocol.wire.certificate import self_signed
+from protocol.wire.certificate import new_certificate
 from protocol.wire.connection import Connection, encode
 from protocol.wire.join_token import JoinToken
 from protocol.wire.messages import Challenge, Hello, Proof, Welcome
@@ -255,7 +255,7 @@ async def test_replayed_handshake_is_refused(tmp_path):
         token = CoordinatorCredentials.open().join_token()
         async with HostileWorker(live.port) as member:
             member.send_hello()
-            proof = answer(
+            proof = answer_challenge(
                 member.hello,
                 await member.wait_for_message(Challenge),
                 token.fingerprint,
@@ -338,7 +338,7 @@ class Impostor:
 
 def another_context(tmp_path: Path) -> ssl.SSLContext:
     paths = tmp_path / "certificate.pem", tmp_path / "key.pem"
-    for path, text in zip(paths, self_signed(), strict=True):
+    for path, text in zip(paths, new_certificate(), strict=True):
         path.write_text(text)
     return tls.server_context(*paths)
 

@@ -12,7 +12,7 @@ from coordinator.members.session import JoinCheck, MemberSession
 from protocol.base import limits
 from protocol.base.errors import ExitCode, OutOfOrder
 from protocol.wire import messages
-from protocol.wire.authentication import answer
+from protocol.wire.authentication import answer_challenge
 from protocol.wire.connection import ReceivedMessage
 from protocol.wire.messages import Challenge, Message, Welcome
 from tests.event_loop import on_uvloop
@@ -86,7 +86,7 @@ def prove(session: MemberSession, channel: FakeChannel) -> None:
     token = CoordinatorCredentials.open().join_token()
     (challenge,) = channel.sent
     assert isinstance(challenge, Challenge)
-    proof = answer(session.hello, challenge, token.fingerprint, token.secret)
+    proof = answer_challenge(session.hello, challenge, token.fingerprint, token.secret)
     session.on_message(session.channel, ReceivedMessage(proof, None))
 
 

@@ -165,7 +165,7 @@ def wait_for_join(coordinator: Coordinator, worker: str) -> None:
 
 
 def small_machine(free: int) -> Memory:
-    return Memory(free=free, free_swap=0, bound=None, swap_bound=None, used=None)
+    return Memory(free=free, free_swap=0, limit=None, swap_limit=None, used=None)
 
 
 def test_run_that_does_not_fit_is_refused_with_size_and_remedy(monkeypatch):

@@ -5,7 +5,7 @@ import resource
 import pytest
 
 from protocol.base.errors import UsageError
-from protocol.cli.command_line import need_open_files
+from protocol.cli.command_line import require_open_files
 
 
 @pytest.fixture
@@ -30,11 +30,11 @@ def script_limits(monkeypatch):
 )
 def test_open_file_limit_is_raised_as_needed(script_limits, soft, hard, set_to):
     limits_set = script_limits(soft, hard)
-    need_open_files(128)
+    require_open_files(128)
     assert limits_set == set_to
 
 
 def test_low_open_file_limit_is_reported(script_limits):
     script_limits(32, 64)
     with pytest.raises(UsageError, match="a limit of 128 or more, got 64; ulimit -n 1024"):
-        need_open_files(128)
+        require_open_files(128)

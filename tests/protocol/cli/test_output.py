@@ -66,7 +66,7 @@ def test_a_daemon_does_not_wait_for_a_reader_that_stalls():
     """Lost output is counted and reported to the next reader."""
     code = (
         "import sys; from protocol.cli import output as o; o._PATIENCE_S = 0.01;"
-        "o.keep_reporting('worker'); o.never_wait_for_readers();"
+        "o.tolerate_stream_failures('worker'); o.never_wait_for_readers();"
         "[print('x' * 999, flush=True) for _ in range(200)];"
         "print('still here', file=sys.stderr, flush=True); sys.stdin.read(1); print('end')"
     )
@@ -91,7 +91,7 @@ def test_a_daemon_does_not_wait_for_a_reader_that_stalls():
 
 def test_a_full_disk_behind_the_output_is_reported_once():
     code = (
-        "from protocol.cli.output import keep_reporting; keep_reporting('worker'); import os;"
+        "from protocol.cli.output import tolerate_stream_failures; tolerate_stream_failures('worker'); import os;"
         "[print('x', flush=True) for _ in range(3)]; print('é\\udcff'); os._exit(0)"
     )
     result = subprocess.run(
@@ -106,7 +106,7 @@ def test_a_full_disk_behind_the_output_is_reported_once():
 
 
 def test_unencodable_characters_are_replaced():
-    code = "from protocol.cli.output import keep_reporting as k; k('worker'); print('\\u4f60')"
+    code = "from protocol.cli.output import tolerate_stream_failures as k; k('worker'); print('\\u4f60')"
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True,
         env={"PYTHONIOENCODING": "ascii"},
@@ -118,7 +118,7 @@ def test_unencodable_characters_are_replaced():
 def test_unusable_streams_only_lose_their_output(streams):
     """No socket gets the descriptor of a closed stream."""
     code = (
-        "from protocol.cli.output import keep_reporting as k; k('worker'); import sys, socket;"
+        "from protocol.cli.output import tolerate_stream_failures as k; k('worker'); import sys, socket;"
         "print('x', flush=True); print('y', file=sys.stderr); sys.stdin.read();"
         "sys.exit(socket.socket().fileno() < 3)"
     )

@@ -34,7 +34,7 @@ async def test_systemd_learns_of_start_status_watchdog_and_stop(manager):
     datagrams, environment = manager
     status = "step 1\nof 2"
     service = Supervisor(environment)
-    service.ready(lambda: status)
+    service.report_ready(lambda: status)
     assert await receive_lines(datagrams) == ["READY=1"]
     assert await receive_lines(datagrams) == ["WATCHDOG=1", "STATUS=step 1 of 2"]
     assert await receive_lines(datagrams) == ["WATCHDOG=1"]
@@ -42,19 +42,19 @@ async def test_systemd_learns_of_start_status_watchdog_and_stop(manager):
     while (lines := await receive_lines(datagrams)) == ["WATCHDOG=1"]:
         pass
     assert lines == ["WATCHDOG=1", "STATUS=step 2 of 2"]
-    service.stopping()
+    service.report_stopping()
     while (lines := await receive_lines(datagrams)) == ["WATCHDOG=1"]:
         pass
     assert lines == ["STOPPING=1"]
     service.close()
-    service.stopping()  # sends nothing after close
+    service.report_stopping()  # sends nothing after close
 
 
 async def test_the_watchdog_gets_no_pings_while_a_device_hangs(manager):
     datagrams, environment = manager
     hangs = False
     service = Supervisor(environment)
-    service.ready(lambda: f"hangs: {hangs}", is_alive=lambda: not hangs)
+    service.report_ready(lambda: f"hangs: {hangs}", is_alive=lambda: not hangs)
     assert await receive_lines(datagrams) == ["READY=1"]
     assert await receive_lines(datagrams) == ["WATCHDOG=1", "STATUS=hangs: False"]
     hangs = True
@@ -67,7 +67,7 @@ async def test_the_watchdog_gets_no_pings_while_a_device_hangs(manager):
 async def test_the_watchdog_of_another_process_gets_no_pings(manager):
     datagrams, environment = manager
     service = Supervisor({**environment, "WATCHDOG_PID": "1"})
-    service.ready(lambda: "idle")
+    service.report_ready(lambda: "idle")
     assert await receive_lines(datagrams) == ["READY=1"]
     assert await receive_lines(datagrams) == ["STATUS=idle"]
     service.close()
@@ -77,23 +77,23 @@ async def test_missing_or_busy_service_manager_does_not_stop_a_daemon(manager):
     datagrams, environment = manager
     busy_supervisor = Supervisor(environment)
     for _ in range(1000):
-        busy_supervisor.stopping()
+        busy_supervisor.report_stopping()
     busy_supervisor.close()
     datagrams.close()
     lone_supervisor = Supervisor({"NOTIFY_SOCKET": "@samestep-nobody-listens-here"})
-    lone_supervisor.stopping()
-    lone_supervisor.ready(lambda: "idle")
+    lone_supervisor.report_stopping()
+    lone_supervisor.report_ready(lambda: "idle")
     await asyncio.sleep(0)
     lone_supervisor.close()
 
 
 async def test_without_systemd_there_is_no_socket_and_no_task():
     service = Supervisor({})
-    service.ready(lambda: pytest.fail("the status was requested"))
+    service.report_ready(lambda: pytest.fail("the status was requested"))
     await asyncio.sleep(0)
     assert service._socket is None
     assert len(asyncio.all_tasks()) == 1
-    service.stopping()
+    service.report_stopping()
     service.close()
 
 
@@ -135,7 +135,7 @@ def parse_entry(datagram):
 
 def test_an_entry_has_the_line_and_the_fields(datagrams, stream):
     file, environment = stream
-    journal = SystemJournal.behind("worker", file.fileno(), environment)
+    journal = SystemJournal.for_stream("worker", file.fileno(), environment)
     assert journal is not None
     journal.write("two\nlines", {"run_id": "r-1", "step": 3, "block": 2}, Priority.WARNING)
     assert parse_entry(datagrams.recv(4096)) == {
@@ -151,7 +151,7 @@ def test_an_entry_has_the_line_and_the_fields(datagrams, stream):
 
 def test_without_the_journal_s_socket_the_line_goes_to_the_stream(stream):
     file, environment = stream
-    journal = SystemJournal.behind("worker", file.fileno(), environment)
+    journal = SystemJournal.for_stream("worker", file.fileno(), environment)
     assert journal is not None
     journal._address = "/nowhere"
     journal.write("a line", priority=Priority.ERROR)
@@ -163,9 +163,9 @@ def test_without_the_journal_s_socket_the_line_goes_to_the_stream(stream):
 @pytest.mark.parametrize("stream_id", ["", "1:2", "no stream"])
 def test_a_stream_that_is_not_the_journal_has_no_system_journal(stream, stream_id):
     file, _ = stream
-    assert SystemJournal.behind("worker", file.fileno(), {"JOURNAL_STREAM": stream_id}) is None
-    assert SystemJournal.behind("worker", file.fileno(), {}) is None
-    assert SystemJournal.behind("worker", 10_000, {"JOURNAL_STREAM": stream_id}) is None
+    assert SystemJournal.for_stream("worker", file.fileno(), {"JOURNAL_STREAM": stream_id}) is None
+    assert SystemJournal.for_stream("worker", file.fileno(), {}) is None
+    assert SystemJournal.for_stream("worker", 10_000, {"JOURNAL_STREAM": stream_id}) is None
 
 
 def test_error_goes_to_the_journal_with_its_exit_code_or_to_stderr(
@@ -176,7 +176,7 @@ def test_error_goes_to_the_journal_with_its_exit_code_or_to_stderr(
     file, _ = stream
     monkeypatch.setattr(
         SystemJournal,
-        "behind",
+        "for_stream",
         lambda command: SystemJournal(command, file.fileno(), systemd._JOURNAL_SOCKET),
     )
     write_error("worker", Mismatch("other versions"))

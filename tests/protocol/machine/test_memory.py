@@ -4,8 +4,8 @@ import resource
 
 import pytest
 
-from protocol.cli.doctor import killed
-from protocol.machine.memory import describe_shortage, killed_for_memory
+from protocol.cli.doctor import check_oom_kills
+from protocol.machine.memory import count_oom_kills, describe_shortage
 
 
 def test_address_limit_is_named_instead_of_machine_memory(monkeypatch):
@@ -38,8 +38,8 @@ def test_kernel_kills_for_memory_are_counted(tmp_path, own_cgroup, file, text):
     (groups / file).parent.mkdir(parents=True)
     (groups / file).write_text(text)
     expected = {"machine": 9, "group": 2} if text else {"machine": 9}
-    assert killed_for_memory(proc, groups) == expected
-    finding = killed(proc, groups)
+    assert count_oom_kills(proc, groups) == expected
+    finding = check_oom_kills(proc, groups)
     if text:
         assert (finding.outcome, "2 processes of this control group" in finding.observation) == (
             "warning",
@@ -50,5 +50,5 @@ def test_kernel_kills_for_memory_are_counted(tmp_path, own_cgroup, file, text):
 
 
 def test_system_without_counters_has_no_finding(tmp_path):
-    assert killed_for_memory(tmp_path, tmp_path) == {}
-    assert killed(tmp_path, tmp_path).outcome == "ok"
+    assert count_oom_kills(tmp_path, tmp_path) == {}
+    assert check_oom_kills(tmp_path, tmp_path).outcome == "ok"

@@ -46,7 +46,7 @@ def test_part_is_reused_only_without_remaining_views():
 
 def test_single_use_memory_returns_to_the_system():
     memory = SharedMemory()
-    values = memory.new_array(limits.MIB, once=True)
+    values = memory.new_array(limits.MIB, is_single_use=True)
     values[:] = 1
     blocks = os.fstat(memory.fd).st_blocks
     del values

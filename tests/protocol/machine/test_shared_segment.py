@@ -24,7 +24,7 @@ HALF_BYTES = 2 << 20
 def sides():
     """Return both sides of a connection in one process: listener and client."""
     lender = SegmentOwner()
-    listener, descriptors = lender.to_one()
+    listener, descriptors = lender.new_worker_segment()
     client = open_segment([fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0) for fd in descriptors])
     os.close(descriptors[1])
     yield lender, listener, client
@@ -52,10 +52,10 @@ def test_lent_memory_is_readable_until_returned(sides):
         assert second_offset != offset, "the first copy is still in use"
         body = reader.borrow(offset, 12)
         assert body.view(np.float32).tolist() == [1, 2, 3]
-        assert reader.unneeded() == ()
+        assert reader.collect_unneeded() == ()
         del body
-        assert reader.unneeded(at_least=2) == ()
-        writer.returned(reader.unneeded())
+        assert reader.collect_unneeded(at_least=2) == ()
+        writer.release(reader.collect_unneeded())
         assert lend_copy(writer, raw(7, 8, 9)) == offset, "it was returned"
 
 
@@ -73,9 +73,9 @@ def test_averages_are_lent_in_place_to_many(sides):
     address = averages.ctypes.data
     del averages, part, first, second
     gc.collect()
-    listener.returned(client.unneeded()[:1])
+    listener.release(client.collect_unneeded()[:1])
     assert lender.allocate(1000).ctypes.data != address, "it was lent twice"
-    listener.returned((offset,))
+    listener.release((offset,))
     assert lender.allocate(1000).ctypes.data == address
 
 
@@ -83,10 +83,10 @@ def test_invalid_returns_and_offsets_are_refused(sides):
     _, listener, client = sides
     offset = lend_copy(client, raw(1))
     with pytest.raises(OutOfOrder, match="was not lent"):
-        client.returned((offset + 4096,))
-    client.returned((offset,))
+        client.release((offset + 4096,))
+    client.release((offset,))
     with pytest.raises(OutOfOrder, match="was not lent"):
-        client.returned((offset,))
+        client.release((offset,))
     for loan in ((1 << 40, 4), ((1 << 40) - 4, 8), (2, 4)):
         with pytest.raises(OutOfOrder, match="expected an extent of shared memory"):
             listener.borrow(*loan)
@@ -106,7 +106,7 @@ def test_without_address_space_there_is_no_segment():
 
 def test_segment_cannot_be_truncated():
     lender = SegmentOwner()
-    _, descriptors = lender.to_one()
+    _, descriptors = lender.new_worker_segment()
     for descriptor in descriptors:
         with pytest.raises(OSError, match=r"not permitted|Invalid"):
             os.ftruncate(descriptor, 0)
@@ -117,7 +117,7 @@ def test_segment_cannot_be_truncated():
 def test_lent_data_survives_a_killed_writer(sides):
     """The writer keeps writing to memory it has not lent; only lent memory is read."""
     lender, _, _ = sides
-    listener, descriptors = lender.to_one()
+    listener, descriptors = lender.new_worker_segment()
     source = (
         "import sys, numpy as np; from protocol.machine.shared_segment import open_segment\n"
         "memory = open_segment([int(fd) for fd in sys.argv[1:]])\n"
@@ -159,7 +159,7 @@ def test_waiting_bytes_are_limited(sides):
     assert not body.any()
     del body
     gc.collect()
-    client.returned(listener.unneeded())
+    client.release(listener.collect_unneeded())
     assert client.copy(raw) is not None
 
 

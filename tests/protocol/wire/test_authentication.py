@@ -11,7 +11,7 @@ from protocol.wire.authentication import (
     METHOD,
     NO_CERTIFICATE,
     Exchange,
-    answer,
+    answer_challenge,
     new_key,
     new_nonce,
 )
@@ -33,7 +33,7 @@ EXCHANGE = Exchange(HELLO, b"m" * 32, CERTIFICATE)
 
 def test_each_side_accepts_the_other():
     challenge = EXCHANGE.challenge(KEY)
-    EXCHANGE.check_worker(KEY, answer(HELLO, challenge, CERTIFICATE, KEY))
+    EXCHANGE.check_worker(KEY, answer_challenge(HELLO, challenge, CERTIFICATE, KEY))
 
 
 def test_proof_bits_are_frozen():
@@ -64,9 +64,9 @@ def test_a_proof_of_another_connection_is_refused_by_both(other):
     with pytest.raises(NotAuthorized):
         EXCHANGE.check_worker(KEY, replayed_proof)
     with pytest.raises(NotAuthorized):
-        answer(other.hello, EXCHANGE.challenge(KEY), other.fingerprint, KEY) if (
+        answer_challenge(other.hello, EXCHANGE.challenge(KEY), other.fingerprint, KEY) if (
             other.hello != HELLO or other.fingerprint != CERTIFICATE
-        ) else answer(
+        ) else answer_challenge(
             HELLO,
             Challenge(method=METHOD, nonce=b"m" * 32, proof=other.prove("coordinator", KEY)),
             CERTIFICATE,
@@ -82,7 +82,7 @@ def test_a_reflected_proof_is_refused_by_both():
         method=METHOD, nonce=EXCHANGE.coordinator_nonce, proof=EXCHANGE.prove("worker", KEY)
     )
     with pytest.raises(NotAuthorized):
-        answer(HELLO, mirrored_challenge, CERTIFICATE, KEY)
+        answer_challenge(HELLO, mirrored_challenge, CERTIFICATE, KEY)
 
 
 @pytest.mark.parametrize("proof", [b"", b"guess", bytes(32), bytes(64)])
@@ -94,10 +94,10 @@ def test_invalid_proofs_are_refused(proof):
 
 def test_another_secret_proves_nothing():
     with pytest.raises(NotAuthorized, match="coordinator token show"):
-        answer(HELLO, EXCHANGE.challenge(new_key()), CERTIFICATE, KEY)
+        answer_challenge(HELLO, EXCHANGE.challenge(new_key()), CERTIFICATE, KEY)
     with pytest.raises(NotAuthorized, match="coordinator token show"):
         EXCHANGE.check_worker(
-            KEY, answer(HELLO, EXCHANGE.challenge(b"k" * 32), CERTIFICATE, b"k" * 32)
+            KEY, answer_challenge(HELLO, EXCHANGE.challenge(b"k" * 32), CERTIFICATE, b"k" * 32)
         )
 
 
@@ -105,12 +105,14 @@ def test_another_version_of_the_protocol_proves_nothing(monkeypatch):
     challenge = EXCHANGE.challenge(KEY)
     monkeypatch.setattr(authentication, "PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
     with pytest.raises(NotAuthorized):
-        answer(HELLO, challenge, CERTIFICATE, KEY)
+        answer_challenge(HELLO, challenge, CERTIFICATE, KEY)
 
 
 def test_worker_names_an_unknown_method():
     with pytest.raises(NotAuthorized, match="'none'"):
-        answer(HELLO, Challenge(method="none", nonce=bytes(32), proof=bytes(32)), CERTIFICATE, KEY)
+        answer_challenge(
+            HELLO, Challenge(method="none", nonce=bytes(32), proof=bytes(32)), CERTIFICATE, KEY
+        )
 
 
 def test_nonces_are_unique():

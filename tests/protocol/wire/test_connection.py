@@ -318,13 +318,13 @@ def test_nothing_is_sent_after_goodbye():
 
 
 def test_wrong_bodies_are_local_errors():
-    with pytest.raises(LocalProtocolError, match="wrong kind of body"):
+    with pytest.raises(LocalProtocolError, match="with the wrong body"):
         encode(EXAMPLES[Heartbeat], b"x")
-    with pytest.raises(LocalProtocolError, match="wrong kind of body"):
+    with pytest.raises(LocalProtocolError, match="with the wrong body"):
         encode(EXAMPLES[messages.BlockGradientPayload])
     with pytest.raises(LocalProtocolError, match="over the limits"):
         encode(EXAMPLES[messages.StartRun], bytes(limits.BODY_BYTES + 1))
-    with pytest.raises(LocalProtocolError, match="wrong kind of body"):
+    with pytest.raises(LocalProtocolError, match="with the wrong body"):
         connection("worker").send(EXAMPLES[messages.BlockGradientPayload])
 
 
@@ -353,8 +353,12 @@ def payload(**changes):
         (payload(block=2**62), 32, "no chunk 0 of block"),
         (payload(chunk=1), 32, "no chunk 1 of block 1"),
         (payload(block=2, chunk=5), 20, "no chunk 5 of block 2"),
-        (payload(block=0), 12, "block 0 is of kind 'non_block'"),
-        (EXAMPLES[messages.NonBlockGradientPayload].model_copy(update={"block": 1}), 32, "kind"),
+        (payload(block=0), 12, "block 0 is of type 'non_block'"),
+        (
+            EXAMPLES[messages.NonBlockGradientPayload].model_copy(update={"block": 1}),
+            32,
+            "type 'block'",
+        ),
         (payload(), 28, "a body of 32 bytes, got 28"),
         (payload(), 33, "a body of 32 bytes, got 33"),
         (payload(), 64, "a body of 32 bytes, got 64"),

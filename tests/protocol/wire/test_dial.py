@@ -86,7 +86,7 @@ def test_refusing_address_is_skipped_at_once(listener, monkeypatch):
 def test_address_families_alternate():
     ipv6_addresses = [Address(socket.AF_INET6, (f"2001:db8::{n}", 1, 0, 0)) for n in (1, 2, 3)]
     ipv4_addresses = [Address(socket.AF_INET, ("192.0.2.1", 1))]
-    assert dial._interleaved([*ipv6_addresses, *ipv4_addresses]) == [
+    assert dial._interleave([*ipv6_addresses, *ipv4_addresses]) == [
         ipv6_addresses[0],
         ipv4_addresses[0],
         ipv6_addresses[1],

@@ -25,7 +25,7 @@ MESSAGE = BlockGradientPayload(**PAYLOAD, block=1)
 def shared_connections() -> tuple[Connection, Connection]:
     """Return open connections of a coordinator and a worker that share all bodies."""
     lender = SegmentOwner()
-    listener_memory, descriptors = lender.to_one()
+    listener_memory, descriptors = lender.new_worker_segment()
     client_memory = open_segment([os.dup(fd) for fd in descriptors])
     os.close(descriptors[1])
     assert client_memory is not None
@@ -35,13 +35,13 @@ def shared_connections() -> tuple[Connection, Connection]:
 def open_connection(role: str, memory: SharedSegment) -> Connection:
     connection = Connection(role)  # type: ignore[arg-type]
     connection.phase, connection.blocks, connection.memory = Phase.OPEN, BLOCKS, memory
-    memory.least_bytes = 0
+    memory.min_shared_bytes = 0
     return connection
 
 
 def send_shared(connection: Connection, message, values=VALUES) -> bytes:
     assert connection.memory is not None
-    frame = encode(message, values).shared(connection.memory)
+    frame = encode(message, values).encode_shared(connection.memory)
     assert frame is not None
     return frame
 
@@ -54,14 +54,14 @@ def test_shared_body_is_outside_the_frame_and_unchanged():
     assert message == MESSAGE
     assert body is not None
     assert body.view(np.float32).tobytes() == VALUES.tobytes()
-    assert coordinator.shared_bytes == VALUES.nbytes
+    assert coordinator.shared_bytes_received == VALUES.nbytes
 
 
 def test_broadcast_is_stored_once():
     coordinator, worker = shared_connections()
     assert coordinator.memory is not None
     encoded = encode(AveragedBlockGradient(**STEP_ID, block=1, chunk=0), VALUES)
-    assert encoded.shared(coordinator.memory) == encoded.shared(coordinator.memory)
+    assert encoded.encode_shared(coordinator.memory) == encoded.encode_shared(coordinator.memory)
     del worker
 
 
@@ -94,7 +94,7 @@ def test_only_bodies_of_one_step_may_be_shared():
     short_body = encode(MESSAGE, VALUES[:-1])
     assert worker.memory is not None
     with pytest.raises(OutOfOrder, match="expected a body of"):
-        coordinator.receive_data(short_body.shared(worker.memory))  # type: ignore[arg-type]
+        coordinator.receive_data(short_body.encode_shared(worker.memory))  # type: ignore[arg-type]
 
 
 async def channels() -> tuple[Channel, Channel, Recorder, Recorder]:

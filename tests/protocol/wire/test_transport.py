@@ -24,7 +24,7 @@ from protocol.base.errors import (
     VersionMismatch,
 )
 from protocol.wire import frames, messages, tls, tls_transport
-from protocol.wire.certificate import self_signed
+from protocol.wire.certificate import new_certificate
 from protocol.wire.connection import (
     Body,
     Connection,
@@ -133,7 +133,7 @@ _contexts = TlsContexts()
 def certificate(tmp_path_factory):
     directory = tmp_path_factory.mktemp("certificate")
     files = directory / "certificate.pem", directory / "key.pem"
-    for file, text in zip(files, self_signed(), strict=True):
+    for file, text in zip(files, new_certificate(), strict=True):
         file.write_text(text)
     return files
 
@@ -365,7 +365,7 @@ async def test_queued_gradients_do_not_drop_a_reader_and_can_be_withdrawn(monkey
         paused_transport, slow_channel = pause_reading(channel), server.channels[0]
         for step in range(32):
             slow_channel.send(average(step))
-        queue_before = list(slow_channel.waiting)
+        queue_before = list(slow_channel.waiting_messages)
         assert queue_before[-1] == average(31).message
         assert slow_channel.waiting_bytes == len(queue_before) * average(0).nbytes
         room_task = asyncio.create_task(slow_channel.wait_for_room())
@@ -373,7 +373,7 @@ async def test_queued_gradients_do_not_drop_a_reader_and_can_be_withdrawn(monkey
         assert not room_task.done()
         slow_channel.withdraw((messages.AveragedBlockGradient,))
         await room_task
-        assert (slow_channel.waiting_bytes, list(slow_channel.waiting)) == (0, [])
+        assert (slow_channel.waiting_bytes, list(slow_channel.waiting_messages)) == (0, [])
         slow_channel.send(Heartbeat())
         paused_transport.resume_reading()
         await owner.until_messages(32 - len(queue_before) + 1)

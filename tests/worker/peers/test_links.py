@@ -12,7 +12,7 @@ from protocol.base import limits
 from protocol.base.errors import SamestepError
 from protocol.spec.sections.exchange import Codecs
 from protocol.wire import tls, tls_transport
-from protocol.wire.authentication import answer, new_nonce
+from protocol.wire.authentication import answer_challenge, new_nonce
 from protocol.wire.connection import Connection, encode
 from protocol.wire.messages import BlockGradientPayload, Challenge, Goodbye, PeerHello, PeerWelcome
 from protocol.wire.peers import Peer, PeerList, pair_key
@@ -221,7 +221,7 @@ class HandshakeClient:
         if isinstance(message, Challenge):
             fingerprint = tls.fingerprint(channel.certificate)
             try:
-                channel.send(answer(self.hello, message, fingerprint, self.key))
+                channel.send(answer_challenge(self.hello, message, fingerprint, self.key))
             except SamestepError as error:
                 self.last.set_result(error)
         elif not self.last.done():

@@ -52,6 +52,6 @@ async def test_pending_data_of_a_slow_engine_is_bounded(tmp_path, monkeypatch):
             # The current step and one more, out of sixty.
             assert STEP_BYTES < most_bytes <= 2 * STEP_BYTES
             assert client._channel is not None
-            assert client._channel.paused
+            assert client._channel.is_paused
         finally:
             continue_event.set()
