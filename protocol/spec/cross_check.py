@@ -11,7 +11,7 @@ from typing import Annotated, Final
 from pydantic import BaseModel, ConfigDict, Field
 
 from protocol.base import limits
-from protocol.base.fields import PRINTABLE, Small
+from protocol.base.fields import PRINTABLE, ShortText
 
 _RELATIVE_TOLERANCE: Final = 0.05
 _ABSOLUTE_TOLERANCE: Final = 1e-3
@@ -35,7 +35,7 @@ class CrossCheck(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    constants: dict[_Name, Small] = Field({}, max_length=limits.SCRIPT_CONSTANTS)
+    constants: dict[_Name, ShortText] = Field({}, max_length=limits.SCRIPT_CONSTANTS)
     first_loss: float | None = None
 
     def difference(self, other: CrossCheck | None, origin: str) -> str:

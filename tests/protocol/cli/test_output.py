@@ -91,7 +91,8 @@ def test_a_daemon_does_not_wait_for_a_reader_that_stalls():
 
 def test_a_full_disk_behind_the_output_is_reported_once():
     code = (
-        "from protocol.cli.output import tolerate_stream_failures; tolerate_stream_failures('worker'); import os;"
+        "from protocol.cli.output import tolerate_stream_failures;"
+        "tolerate_stream_failures('worker'); import os;"
         "[print('x', flush=True) for _ in range(3)]; print('é\\udcff'); os._exit(0)"
     )
     result = subprocess.run(
