@@ -374,10 +374,10 @@ def data(
     """Show samples of a run's data as the model reads them, and statistics."""
     from protocol.spec.files.run_spec_file import load_run_spec
     from worker.data.data_view import CLOSE, OPEN
-    from worker.tasks.registry import view
+    from worker.tasks.registry import view_data
 
     colored = False
-    for line in view(load_run_spec(run, overrides or ()), samples):
+    for line in view_data(load_run_spec(run, overrides or ()), samples):
         # Tokens with loss may continue over several lines.
         for segment in re.split(f"([{OPEN}{CLOSE}])", line):
             colored = segment == OPEN or (colored and segment != CLOSE)

@@ -37,12 +37,12 @@ def merge(
 ) -> None:
     """Merge an adapter into its base model, and check that the result computes the same."""
     from worker.results.merge import merge as merge_into
-    from worker.results.saved_model import find
+    from worker.results.saved_model import find_saved_model
 
     storage = next((name for name in _DTYPES if name == dtype), None)
     if storage is None:
         raise UsageError(f"--dtype: expected one of {', '.join(_DTYPES)}, got {dtype!r}")
-    report = merge_into(find(directory), base, out, storage)
+    report = merge_into(find_saved_model(directory), base, out, storage)
     typer.echo(f"model: {report.directory}")
     typer.echo(
         f"{report.output_name} of {report.tokens} tokens: at most {report.difference:.2g} from "
@@ -61,12 +61,12 @@ def export(
 ) -> None:
     """Write a language model as GGUF, for llama.cpp; an adapter is merged into its base."""
     from worker.results.gguf_export import export_gguf
-    from worker.results.saved_model import find
+    from worker.results.saved_model import find_saved_model
 
     storage = next((name for name in _STORAGES if name == gguf), None)
     if storage is None:
         raise UsageError(f"--gguf: expected one of {', '.join(_STORAGES)}, got {gguf!r}")
-    result = export_gguf(find(directory), base, storage, out)
+    result = export_gguf(find_saved_model(directory), base, storage, out)
     typer.echo(f"model: {result.file}")
     typer.echo(f"read back: {result.summary.tensors} tensors, all as written")
     if result.summary.f16_tensors:
@@ -113,9 +113,9 @@ def generate(
         raise UsageError("--top-p: expected --temperature above 0, got 0, which samples no token")
     from worker.results.generate import Sampling, generate, prompt_tokens, source_tokens
     from worker.results.load import is_seq2seq, load
-    from worker.results.saved_model import find
+    from worker.results.saved_model import find_saved_model
 
-    saved_model = find(directory)
+    saved_model = find_saved_model(directory)
     saved_model.refuse_embeddings()
     loaded_model = load(saved_model, base)
     if loaded_model.result_info is not None:
@@ -159,13 +159,15 @@ def classify(
 ) -> None:
     """Classify texts with a trained classifier."""
     from backends.registry import choose
-    from worker.results.saved_model import find
+    from worker.results.saved_model import find_saved_model
     from worker.results.text_rows import is_file, read_texts
     from worker.tasks.labels.prediction import classify as classify_texts
 
     columns = [column] if pair_column is None else [column, pair_column]
     rows = read_texts(Path(texts[0]), columns) if is_file(texts) else texts
-    path = find(directory).directory if (directory / "run.json").is_file() else directory
+    path = (
+        find_saved_model(directory).directory if (directory / "run.json").is_file() else directory
+    )
     for prediction in classify_texts(path, rows, lambda: choose("cpu").backend):
         if as_json:
             typer.echo(json.dumps(_document(prediction), ensure_ascii=False))

@@ -42,7 +42,7 @@ from tests.backends.eager.test_eager import Net, batch, trainable
 from tests.sample_capture import write_capture
 from tests.small_decoder import write_decoder_run
 from worker.models import device_memory
-from worker.models.tokens import tokenizer_in
+from worker.models.tokens import load_saved_tokenizer
 from worker.tasks.base.transformer import ROWS
 from worker.tasks.checks.reachable_state import reachable_state
 from worker.tasks.labels import classify
@@ -376,9 +376,10 @@ def test_memory_estimate_is_within_five_percent(kind, tmp_path, monkeypatch):
     is_distilled = "task" in sizes
     if is_distilled:
         layout = CaptureLayout(tokens=sizes["tokens"], vocabulary=sizes["vocab_size"] - 96, top_k=8)
+        tokenizer = load_saved_tokenizer(tmp_path / "model")
         logits = write_capture(
             tmp_path / "capture", layout, 2, steps_per_file=2,
-            vocabulary_digest=vocabulary_digest(tokenizer_in(tmp_path / "model").get_vocab()),
+            vocabulary_digest=vocabulary_digest(tokenizer.get_vocab()),
         )  # fmt: skip
         changes = [f"data={json.dumps({'train': str(logits), 'holdout': 0.25})}"]
     else:

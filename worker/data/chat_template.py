@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from protocol.base.errors import DataError, describe_error
 from protocol.datasets.conversations import Conversation
 from protocol.datasets.messages import ChatMessage
-from worker.models.tokens import Tokens, message_end, without_spaces
+from worker.models.tokens import Tokens, find_message_end, remove_whitespace
 
 _MARK: Final = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
 _BEGIN, _END = "\ue000\ue00a", "\ue000\ue00b"
@@ -349,9 +349,9 @@ class ChatTemplate:
 
 
 def _check_messages_present(conversation: Conversation, text: str) -> None:
-    rendered_text = without_spaces(text)
+    rendered_text = remove_whitespace(text)
     for tool in conversation.tools:
-        if message_end(rendered_text, str(tool["function"]["name"])) < 0:
+        if find_message_end(rendered_text, str(tool["function"]["name"])) < 0:
             raise DataError(
                 f"{conversation.location}: expected the tools in the chat template's text, got a "
                 "text without them; use a model made for tool calls, or set a template that "
@@ -377,10 +377,10 @@ def _end_of(message: ChatMessage, rendered: str) -> int:
     end = 0
     if message.content:
         content = message.content.rpartition(_REASONING_ENDS)[2] or message.content
-        end = message_end(rendered, content)
+        end = find_message_end(rendered, content)
     for call in message.tool_calls:
         for text in (call.name, *map(_value_text, call.arguments.values())):
-            position = message_end(rendered, text)
+            position = find_message_end(rendered, text)
             if position < 0:
                 return -1
             end = max(end, position)

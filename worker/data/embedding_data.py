@@ -27,7 +27,7 @@ from worker.data.language_data import (
 )
 from worker.models.tokens import (
     Tokens,
-    encode_cut,
+    encode_truncated,
     load_tokenizer,
     measure_unknown_tokens,
     sampling_stride,
@@ -114,7 +114,7 @@ def read_embedding_data(spec: EmbedRun) -> EmbeddingData:
     table = _TextTable()
     rows = np.array([table.indices_of(row) for row in chain(groups, validation or ())], np.int64)
     texts, truncated = DiskArrays("<u4", np.int64), 0
-    for ids, is_cut in encode_cut(tokenizer, table.texts, data.max_tokens):
+    for ids, is_cut in encode_truncated(tokenizer, table.texts, data.max_tokens):
         if not len(ids):
             raise _no_tokens_error(
                 table.texts[len(texts)], len(texts), rows, chain(groups, validation or ())
@@ -127,7 +127,7 @@ def read_embedding_data(spec: EmbedRun) -> EmbeddingData:
     else:
         train, held_out = [*range(len(groups))], [*range(len(groups), len(rows))]
     padding = int(tokenizer.pad_token_id)
-    sampling_interval = sampling_stride(len(table.texts))
+    sampled_texts = table.texts[:: sampling_stride(len(table.texts))]
     return EmbeddingData(
         tokenizer,
         texts,
@@ -149,9 +149,7 @@ def read_embedding_data(spec: EmbedRun) -> EmbeddingData:
             "duplicates_removed": groups.duplicates,
             **bad_rows_note(groups, validation),
             "texts_truncated": truncated,
-            "unknown_tokens_per_thousand": measure_unknown_tokens(
-                tokenizer, table.texts[::sampling_interval]
-            ),
+            "unknown_tokens_per_thousand": measure_unknown_tokens(tokenizer, sampled_texts),
             **({} if validation is None else count_overlap(groups.documents, validation.documents)),
         },
     )

@@ -28,7 +28,7 @@ from worker.data.disk_arrays import DiskArrays
 from worker.data.language_data import bad_rows_note, count_overlap, digest_disk_arrays
 from worker.models.tokens import (
     Tokens,
-    encode_cut,
+    encode_truncated,
     load_tokenizer,
     measure_unknown_tokens,
     sampling_stride,
@@ -345,7 +345,7 @@ def encode_texts(
 ) -> tuple[DiskArrays, int]:
     """Return the tokens of each text, on disk, and the number of truncated texts."""
     tokens, truncated = DiskArrays("<u4", np.int64), 0
-    for ids, is_cut in encode_cut(tokenizer, texts, max_tokens, location_of):
+    for ids, is_cut in encode_truncated(tokenizer, texts, max_tokens, location_of):
         tokens.append(ids)
         truncated += is_cut
     return tokens, truncated

@@ -39,7 +39,7 @@ from worker.models.added_tokens import add_to_tokenizer
 from worker.models.tokens import (
     IGNORED_LABEL,
     Tokens,
-    answer_ends,
+    answer_end_tokens,
     load_tokenizer,
     marks_around_text,
     measure_unknown_tokens,
@@ -274,7 +274,7 @@ def _read_conversations(
 
     tokenizer = load_or_train_tokenizer(spec, training_texts())
     template = ChatTemplate(tokenizer, data.chat_template, loss=data.loss)
-    ends = answer_ends(tokenizer)
+    ends = answer_end_tokens(tokenizer)
     pad_to = data.max_tokens if is_fixed_width else _PADDING_TOKENS
     options: dict[str, Any] = {"should_sort": data.group_by_length, "ends": ends}
     options["bad_rows"] = bad_rows = BadRows(skip=data.skip_bad_rows)

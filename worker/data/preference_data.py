@@ -95,7 +95,7 @@ def read_preference_data(spec: DpoRun) -> PreferenceData:
         notes={
             "pairs": len(rows),
             "duplicates_removed": rows.duplicates,
-            "pairs.truncated_pairs": pairs.truncated_pairs,
+            "pairs_truncated": pairs.truncated_pairs,
             "left_out_as_no_answer_fits": pairs.left_out_pairs,
             "unknown_tokens_per_thousand": measure_unknown_tokens(
                 tokenizer, (rows[n].chosen.messages[-1].content for n in sampled_rows)

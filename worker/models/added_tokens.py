@@ -1,8 +1,8 @@
 """Tokens that a run adds to a model's vocabulary (`model.added_tokens`), and their rows.
 
 A new row is the mean of the model's rows (Hewitt 2021, "Initializing new word embeddings for
-pretrained language models"). transformers' resize_token_embeddings samples around that mean; the
-mean itself depends on nothing but the checkpoint.
+pretrained language models"), which depends only on the checkpoint: by default, transformers'
+resize_token_embeddings samples around that mean.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def add_to_tokenizer(tokenizer: Any, texts: Sequence[str]) -> None:
     )
 
 
-def with_rows(
+def add_token_rows(
     loaded: Pretrained, model: ModelSpec, tokenizer: Any, original_tokenizer: Any
 ) -> Pretrained:
     """Return the model with embedding and head rows for each token of the tokenizer.
@@ -105,7 +105,7 @@ def _token_tables(model: Any) -> Iterator[torch.Tensor]:
 
 
 def output_table(model: Any) -> nn.Module | None:
-    """Return the head with a row for each token, unless it shares the embeddings."""
+    """Return the head with a row for each token; None if there is none or it shares embeddings."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     table = model.get_input_embeddings()
     return None if head is None or head.weight is table.weight else head

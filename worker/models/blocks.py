@@ -19,7 +19,7 @@ from protocol.spec.manifest import Block, TensorSpec
 
 _MINOR_STACK: Final = 0.25
 """A stack of other layers counts only with at least this share of the largest stack's parameters,
-so that a two-layer head is not mistaken for layers of the model."""
+so that the layers of a two-layer head do not count as the model's layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def cut_into_blocks(module: nn.Module) -> tuple[Block, ...]:
             last_position = max(last_position, position[0])
         if parameter.requires_grad:
             tensor_spec = TensorSpec(name=name, shape=tuple(parameter.shape))
-            # Even positions lie between stacks, odd ones are the stacks themselves.
+            # Stacks have odd positions; modules before, between and after them have even ones.
             groups.setdefault(position or (last_position + last_position % 2, ""), []).append(
                 tensor_spec
             )

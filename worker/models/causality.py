@@ -27,9 +27,10 @@ def check_causality(module: nn.Module, vocabulary: int, options: Mapping[str, An
         options: Further keywords of forward.
 
     Raises:
-        DataError: Forward fails, or logits depend on later tokens. The model, such as an encoder,
-            would then see the token to predict.
+        DataError: Forward fails, or logits depend on later tokens, as in an encoder: training
+            would show the model the token to predict.
     """
+    # Multiples of a prime: different tokens, spread over the vocabulary.
     original_ids = torch.arange(_PROBE_TOKENS) * 7919 % vocabulary
     changed_ids = torch.where(
         torch.arange(_PROBE_TOKENS) < _SHARED_PREFIX, original_ids, (original_ids + 1) % vocabulary

@@ -50,7 +50,7 @@ _TRAINED_LAYER_FLOATS: Final = (4.0, 1.0)
 """Floats per token that a layer stores in addition if it is trained in full, for the inputs of its
 matrix products: multiples of the hidden and of the intermediate size.
 """
-_LAYERS_WITH_OWN_INPUT: Final = (
+_LAYERS_WITH_SEPARATE_INPUT: Final = (
     "o_proj", "out_proj", "down_proj", "dense", "c_proj", "wo", "fc2", "w2", "dense_4h_to_h",
 )  # fmt: skip
 """Linear layers with an input that no other layer reads. The others of a module share one input."""
@@ -159,7 +159,7 @@ def check_device_memory(run: ModelRun, device: str, memory_bytes: int) -> str:
         memory_bytes: The device's memory.
 
     Raises:
-        DeviceOutOfMemory: Weights and gradients alone need more; the message says what to set.
+        DeviceOutOfMemory: Weights and gradients alone need more; the message advises settings.
     """
     memory = estimate(run)
     if memory is None:
@@ -177,7 +177,7 @@ def check_device_memory(run: ModelRun, device: str, memory_bytes: int) -> str:
 
 
 def _advice(run: ModelRun, memory_bytes: int) -> str:
-    """Return the settings that make the run fit, cheapest first, or another way to train."""
+    """Return advice: the settings that make the run fit, cheapest first, or other hardware."""
     settings: dict[str, str] = {}
     for key, value in _MEMORY_SAVERS:
         section, _, name = key.partition(".")
@@ -288,7 +288,7 @@ class _Experts:
     float32_adapted_elements: int
 
 
-def _experts(
+def _expert_sizes(
     run: ModelRun, config: Mapping[str, Any], tensors: Tensors, adapted: Tensors
 ) -> _Experts | None:
     """Return the sizes of a mixture's experts; None for other models."""
@@ -340,7 +340,7 @@ def _activation_bytes(
         return 0
     hidden, intermediate, layers, heads, vocabulary = (config[name] for name in _SIZE_KEYS)
     is_half = run.model.precision != "float32"
-    experts = _experts(run, config, tensors, adapted_matrices)
+    experts = _expert_sizes(run, config, tensors, adapted_matrices)
     per_hidden, per_inner, per_head = _LAYER_FLOATS_HALF if is_half else _LAYER_FLOATS
     dense_layers = layers if experts is None else layers - experts.layers
     stored_floats = layers * per_hidden * hidden + dense_layers * per_inner * intermediate
@@ -441,7 +441,7 @@ def _lora_floats(
         low_rank_floats += lora.r
         if lora.dropout:  # the input after dropout, and the mask in bytes
             low_rank_floats += 1.25 * matrix.shape[1]
-        elif leaf in _LAYERS_WITH_OWN_INPUT:
+        elif leaf in _LAYERS_WITH_SEPARATE_INPUT:
             inputs[name] = matrix.shape[1]
         elif "att" not in module:
             inputs[module] = matrix.shape[1]

@@ -48,11 +48,11 @@ def weights_on_disk(directory: Path) -> Iterator[None]:
     previous_setting = os.environ.get(_SEQUENTIAL_LOAD)
     os.environ[_SEQUENTIAL_LOAD] = "1"
     register = nn.modules.module.register_module_parameter_registration_hook
-    hook = register(storage.parameter)  # type: ignore[arg-type]  # its return value replaces the parameter
+    hook = register(storage.store_parameter)  # type: ignore[arg-type]  # its return value replaces the parameter
     original_numpy = vars(gguf_utils).get("np")
     try:
         if original_numpy is not None:
-            vars(gguf_utils)["np"] = _Numpy(storage)
+            vars(gguf_utils)["np"] = _NumpyWithDiskCopy(storage)
         yield
     finally:
         if original_numpy is not None:
@@ -82,16 +82,16 @@ class _DiskWeights:
         self._file = DiskFile()
         self._unreleased_bytes = 0
 
-    def array(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return the values mapped from the file, or a copy if they are small or not float32."""
+    def store_array(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Store values and return them as mapped; copy them if they are small or not float32."""
         if values.nbytes < _SMALL_BYTES or values.dtype != np.float32:
             return np.copy(values)
         return self._write_and_map(np.ascontiguousarray(values))
 
-    def parameter(self, module: nn.Module, name: str, original: Any) -> nn.Parameter | None:
-        """Return a mapped replacement for a parameter that a module registers.
+    def store_parameter(self, module: nn.Module, name: str, original: Any) -> nn.Parameter | None:
+        """Store a parameter that a module registers, and return its mapped replacement.
 
-        None keeps the parameter.
+        Returns None for a parameter that stays in memory. The signature is that of torch's hook.
         """
         del module, name
         values = original.detach() if isinstance(original, nn.Parameter) else None
@@ -115,11 +115,11 @@ class _DiskWeights:
         return np.frombuffer(content, values.dtype).reshape(values.shape)
 
 
-class _Numpy:
+class _NumpyWithDiskCopy:
     """Stands in for numpy in transformers' GGUF reader; only `copy` differs."""
 
     def __init__(self, storage: _DiskWeights) -> None:
-        self.copy = storage.array
+        self.copy = storage.store_array
 
     def __getattr__(self, name: str) -> Any:
         return getattr(np, name)

@@ -23,7 +23,7 @@ from worker.models.gguf_families import FAMILIES, ROPE_OF_WINDOWS
 _SCALABLE_ARCHITECTURES: Final = {"llama", "qwen2", "qwen3"}
 """Architectures whose configurations can express every scaling of rotary positions."""
 _FREQUENCIES: Final = "rope_freqs.weight"
-_LLAMA_3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA_3_FACTORS: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _ORIGINAL_CONTEXTS: Final = tuple(2**power for power in range(3, 18))
 """Context lengths that a model may have had before it was scaled: 8192 for Llama 3."""
 _ATTRIBUTES: Final = {
@@ -34,7 +34,7 @@ _ATTRIBUTES: Final = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
-"""GGUF keys, and the attribute of the configuration for their value; not every family has it."""
+"""GGUF keys, each with the configuration's attribute for its value, which some families lack."""
 _SCALES: Final = ("attention.scale", "embedding_scale", "logit_scale", "residual_scale")
 _NEUTRAL_VALUES: Final = (None, 0, 0.0, 1.0, "none")
 
@@ -110,24 +110,24 @@ def _set_attributes(config: Any, keys: Mapping[str, Any]) -> None:
 def _set_rope(
     config: Any, architecture: str, keys: Mapping[str, Any], tensors: Mapping[str, Any]
 ) -> None:
-    kind, factor = keys.get("rope.scaling.type"), keys.get("rope.scaling.factor")
+    rope_type, factor = keys.get("rope.scaling.type"), keys.get("rope.scaling.factor")
     if architecture == "gemma3":
         theta = float(keys.get("rope.freq_base", 1e6))
-        scaling = {"rope_type": "linear", "factor": factor} if kind == "linear" else {}
+        scaling = {"rope_type": "linear", "factor": factor} if rope_type == "linear" else {}
         full_attention = {"rope_type": "default", "rope_theta": theta, **scaling}
         config.rope_parameters = {
             "full_attention": full_attention, "sliding_attention": dict(ROPE_OF_WINDOWS)
         }  # fmt: skip
-        kind = None if scaling else kind
-    if kind in {"linear", "yarn"} and architecture in _SCALABLE_ARCHITECTURES:
+        rope_type = None if scaling else rope_type
+    if rope_type in {"linear", "yarn"} and architecture in _SCALABLE_ARCHITECTURES:
         context = config.max_position_embeddings
         original = int(keys.get("rope.scaling.original_context_length", context))
-        scaling = {"rope_type": kind, "factor": factor}
-        if kind == "yarn":
+        scaling = {"rope_type": rope_type, "factor": factor}
+        if rope_type == "yarn":
             scaling["original_max_position_embeddings"] = original
         config.rope_parameters = {**config.rope_parameters, **scaling}
-    elif kind not in _NEUTRAL_VALUES and factor not in _NEUTRAL_VALUES:
-        raise _unsupported(f"rotary positions scaled as {kind}")
+    elif rope_type not in _NEUTRAL_VALUES and factor not in _NEUTRAL_VALUES:
+        raise _unsupported(f"rotary positions scaled as {rope_type}")
     for name in tensors.keys() & {"rope_factors_long.weight", "rope_factors_short.weight"}:
         raise _unsupported(f"the tensor {name}")
     if _FREQUENCIES not in tensors:
@@ -145,12 +145,15 @@ def _set_rope(
 def _llama_3_scaling(config: Any, divisors: NDArray[np.float32]) -> dict[str, Any] | None:
     """Return the settings of Llama 3's scaling that result in these divisors of the frequencies.
 
-    None if no settings do. A file holds only the divisors. Source: `_compute_llama3_parameters` of
-    transformers.
+    Returns None if no settings do. A file holds only the divisors. Source:
+    `_compute_llama3_parameters` of transformers.
     """
     theta, width = float(config.rope_parameters["rope_theta"]), 2 * len(divisors)
     waves = 2 * np.pi * theta ** (np.arange(0, width, 2) / width)
-    low_factor, high_factor = _LLAMA_3["low_freq_factor"], _LLAMA_3["high_freq_factor"]
+    low_factor, high_factor = (
+        _LLAMA_3_FACTORS["low_freq_factor"],
+        _LLAMA_3_FACTORS["high_freq_factor"],
+    )
     largest_divisor = float(divisors.max())
     for factor, original in itertools.product(
         (float(round(largest_divisor)), largest_divisor), _ORIGINAL_CONTEXTS
@@ -158,7 +161,7 @@ def _llama_3_scaling(config: Any, divisors: NDArray[np.float32]) -> dict[str, An
         blend = np.clip((original / waves - low_factor) / (high_factor - low_factor), 0, 1)
         if np.allclose(1 / ((1 - blend) / factor + blend), divisors, rtol=1e-4):
             context_keys = {"factor": factor, "original_max_position_embeddings": original}
-            return {"rope_type": "llama3", **_LLAMA_3, **context_keys}
+            return {"rope_type": "llama3", **_LLAMA_3_FACTORS, **context_keys}
     return None
 
 

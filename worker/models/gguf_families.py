@@ -24,7 +24,7 @@ _EXPERT_KEYS: Final = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How llama.cpp computes the models of one `model_type`.
+    """Properties of llama.cpp's computation for the models of one `model_type`.
 
     Attributes:
         architecture: llama.cpp's name for the family.
@@ -150,10 +150,10 @@ ROPE_OF_WINDOWS: Final = {"rope_type": "default", "rope_theta": 10_000.0}
 
 
 def check_config(config: Any) -> Family:
-    """Return how llama.cpp computes a model with this configuration.
+    """Return the family of a configuration, if llama.cpp computes the same model.
 
     Raises:
-        DataError: llama.cpp does not support the configuration, or would compute another model.
+        DataError: llama.cpp does not support the configuration, or computes another model with it.
     """
     family = FAMILIES.get(config.model_type)
     if family is None:
@@ -162,7 +162,7 @@ def check_config(config: Any) -> Family:
             f"{config.model_type!r}; {_REMEDY}"
         )
     _check_rope(config, family)
-    for key, value in _other_settings(config, family):
+    for key, value in _unsupported_settings(config, family):
         raise DataError(
             f"expected a {config.model_type} without {key} {value!r} for GGUF, as llama.cpp "
             f"ignores this setting; {_REMEDY}"
@@ -200,12 +200,12 @@ def context_length(config: Any) -> int:
 
 def _check_rope(config: Any, family: Family) -> None:
     settings = rope(config)
-    unsupported_kinds = set() if family.divides_frequencies else {"llama3"}
-    unsupported_kinds |= {"yarn"} if "sliding_window" in family.stored_keys else set()
-    supported_kinds = [kind for kind in _ROPE_KEYS if kind not in unsupported_kinds]
-    if settings["rope_type"] not in supported_kinds:
+    unsupported_types = set() if family.divides_frequencies else {"llama3"}
+    unsupported_types |= {"yarn"} if "sliding_window" in family.stored_keys else set()
+    supported_types = [kind for kind in _ROPE_KEYS if kind not in unsupported_types]
+    if settings["rope_type"] not in supported_types:
         raise DataError(
-            f"expected rotary positions of type {', '.join(supported_kinds)} for GGUF, got the "
+            f"expected rotary positions of type {', '.join(supported_types)} for GGUF, got the "
             f"scaling {settings['rope_type']!r}; {_REMEDY}"
         )
     stored_keys = _ROPE_KEYS[settings["rope_type"]]
@@ -232,7 +232,7 @@ def _check_rope(config: Any, family: Family) -> None:
         )
 
 
-def _other_settings(config: Any, family: Family) -> Iterator[tuple[str, Any]]:
+def _unsupported_settings(config: Any, family: Family) -> Iterator[tuple[str, Any]]:
     """Yield name and value of each setting that differs from what llama.cpp computes.
 
     Settings that the file holds are left out.

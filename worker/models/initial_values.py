@@ -1,4 +1,4 @@
-"""A copy of a model's initial values, for another start from state 0.
+"""A copy of a model's initial values, for a restart of the run from its initial state.
 
 A worker needs these values when its run begins, and again only if the coordinator restarts that run
 from the beginning. Large values are stored in an unnamed temporary file: in main memory, a model

@@ -1,4 +1,4 @@
-"""Initial weights by the rules of the model's library, with the same bits on every machine.
+"""Initial weights by the model's library, with the same bits on every machine.
 
 The library's own initialization runs, so values from a formula (the decay of a state-space model,
 norms, tables of positions) are unchanged. Random values come from `backends.base.draws`, since
@@ -33,7 +33,7 @@ _UNIFORM: Final = {"uniform_", "rand", "rand_like"}
 
 
 def draw_initial_weights(make: Callable[[], Any], seed: int) -> Any:
-    """Create a model of `transformers`, with weights drawn from the seed.
+    """Create a model of `transformers`, with random weights that depend only on the seed.
 
     Args:
         make: Creates the model on the CPU, with torch's random weights.
@@ -43,10 +43,10 @@ def draw_initial_weights(make: Callable[[], Any], seed: int) -> Any:
         DataError: The model's library uses a random function that is not reproducible on every
             machine.
     """
-    construction = _Draws(seed)
+    construction = _ReproducibleDraws(seed)
     with construction:
         model = make()
-    initialization = _Draws(seed, model)
+    initialization = _ReproducibleDraws(seed, model)
     tied = getattr(model, "all_tied_weights_keys", {})
     _reset_initialized_flags(model, tied)
     _untie(model, tied)
@@ -77,7 +77,7 @@ def _reset_initialized_flags(model: Any, tied: Collection[str]) -> None:
 
 
 def _untie(model: Any, tied: Collection[str]) -> None:
-    """Replace tied weights by separate tensors; the library initializes the tensor they shared."""
+    """Replace tied weights by separate tensors, which are not initialized: tying drops them."""
     for name in tied:
         owner, _, parameter_name = name.rpartition(".")
         module = model.get_submodule(owner)
@@ -86,10 +86,10 @@ def _untie(model: Any, tied: Collection[str]) -> None:
             setattr(module, parameter_name, torch.nn.Parameter(torch.empty_like(parameter)))
 
 
-class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _ReproducibleDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Replaces torch's random values by values from `backends.base.draws`.
 
-    The key is the parameter's name if one call draws the whole parameter, else a counter.
+    The key of values is the parameter's name if one call fills the whole parameter, else a counter.
 
     Args:
         seed: The run's seed.

@@ -214,7 +214,7 @@ def _trained_token_keys(
 def is_named(module: str, names: Sequence[str]) -> bool:
     """Return whether the name of a module or parameter is one of these, or ends with one.
 
-    The rule is peft's: `a.b.c` ends with `b.c`.
+    As in peft, `a.b.c` ends with `b.c`, but not with `c` inside a word.
     """
     return any(module == name or module.endswith(f".{name}") for name in names)
 
@@ -246,9 +246,9 @@ def _linear_layers(model: torch.nn.Module, heads: Sequence[str]) -> tuple[str, .
 
 
 def _refuse_unknown_names(model: torch.nn.Module, spec: LoraSpec) -> None:
-    """Refuse a name in `lora.targets` or `lora.target_parameters` that peft would ignore.
+    """Refuse a name in `lora.targets` or `lora.target_parameters` that peft ignores.
 
-    peft accepts a list if the model has one of its names, so a typo would train less than intended.
+    peft accepts a list if the model has one of its names, so a typo trains less than intended.
 
     Raises:
         DataError: The model has no module or parameter of that name.
@@ -421,7 +421,7 @@ def _refuse_unusual_embeddings(module: torch.nn.Module) -> None:
 
 
 def _initialize_matrices(module: torch.nn.Module, seed: int, storage: Storage) -> None:
-    """Initialize A by peft's rule (kaiming_uniform_ with a = sqrt(5)), and B with zeros.
+    """Initialize A as peft does (kaiming_uniform_ with a = sqrt(5)), and B with zeros.
 
     Random values come from `backends.base.draws`. DoRA's magnitudes are the norms of the stored
     weight's rows.
@@ -451,7 +451,7 @@ def _initialize_matrices(module: torch.nn.Module, seed: int, storage: Storage) -
 
 
 def _row_norms(rows: torch.Tensor, storage: Storage) -> Array:
-    """Return the norm of each row as it is stored.
+    """Return the norm of each row after rounding to the storage type, (rows,) float32.
 
     Sums are in float64, so the norms have the same bits on all machines.
     """
@@ -470,7 +470,7 @@ def _row_norms(rows: torch.Tensor, storage: Storage) -> Array:
 def _use_base_product_in_dora(module: torch.nn.Module) -> None:
     """Make DoRA use the product that the base layer computes, instead of its weight.
 
-    Otherwise autograd would save each layer's weight, converted to float32, for that product.
+    Otherwise autograd saves each layer's weight, converted to float32, for that product.
     """
     from peft.tuners.lora.dora import DoraLinearLayer  # noqa: PLC0415
 
@@ -499,7 +499,7 @@ def _load_adapter(module: torch.nn.Module, directory: Path) -> str:
         }
     except (OSError, SafetensorError) as error:
         raise DataError(f"cannot read the adapter's {str(path)!r}: {error}") from None
-    adapter_tensors.pop("log_scale", None)  # the temperature of task embed, which the run spec sets
+    adapter_tensors.pop(LOG_SCALE, None)  # the run spec sets the temperature
     trained_parameters = {
         adapter_name(name): parameter
         for name, parameter in module.named_parameters()

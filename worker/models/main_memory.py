@@ -20,7 +20,7 @@ from worker.models.base_tensors import base_tensors
 def check_model_fits(
     path: str, proc: Path = PROC, control_groups: Path = GROUPS, base_dtype: BaseDtype = "float32"
 ) -> None:
-    """Check a model's size before loading; a model of unknown size passes.
+    """Check a model's size before loading; a model of unknown size passes the check.
 
     Args:
         path: The model: a directory of safetensors, or any other source.

@@ -107,7 +107,7 @@ def load_classifier(
         labels: Names of the labels, by number.
         padding: The tokenizer's padding token. Decoders classify by the last token before padding.
         seed: The run's seed.
-        problem: The kind of classification problem.
+        problem: single-label, multi-label or regression.
 
     Raises:
         DataError: The source has no such model, or loading it would run its code.
@@ -200,14 +200,12 @@ def load_causal_lm(spec: ModelSpec, seed: int) -> Pretrained:
         seed: Seed of a head that the source lacks. For an adapter the seed is always 0, so the
             adapter's base can be loaded again without the run's seed.
     """
-    return _decoder(_load(transformers.AutoModelForCausalLM, spec, seed, {}), spec)
+    return _check_decoder(_load(transformers.AutoModelForCausalLM, spec, seed, {}), spec)
 
 
-def _decoder(loaded: Pretrained, spec: ModelSpec) -> Pretrained:
+def _check_decoder(loaded: Pretrained, spec: ModelSpec) -> Pretrained:
     is_low_precision = spec.base_dtype != "float32"
-    with (
-        stored_dtypes.pages_released_after_use(loaded.model) if is_low_precision else nullcontext()
-    ):
+    with stored_dtypes.release_pages_after_use(loaded.model) if is_low_precision else nullcontext():
         check_causality(loaded.model, loaded.vocabulary, loaded.forward_options)
     return loaded
 
@@ -276,7 +274,7 @@ def create_causal_lm(run: RunSpec, vocabulary: int, end_token: int) -> Pretraine
             f"cannot create a {model_type} from model.config: {describe_error(error)}; "
             "check its sizes"
         ) from None
-    return _decoder(_finish_loading(model, spec, {}), spec)
+    return _check_decoder(_finish_loading(model, spec, {}), spec)
 
 
 def _parameter_copies(run: RunSpec) -> int:
@@ -358,7 +356,7 @@ def locate(source: str, *, tokenizer: bool = False) -> tuple[str, dict[str, Any]
 def _hub_answers(name: str) -> bool:
     """Return whether the hub accepts a connection within `_HUB_TIMEOUT_S`.
 
-    The hub's library would retry for a minute. Behind a proxy, nothing is checked.
+    The hub's own library retries for a minute. Behind a proxy, the result is True.
 
     Raises:
         DataError: The hub does not answer, and the model is not in the cache.
@@ -394,12 +392,12 @@ _EXPECTED_MODELS: Final = {
     "AutoModelForSequenceClassification": "a model with a head for classes, such as BERT",
     "AutoModelForTokenClassification": "a model with a head for tags, such as BERT",
 }
-"""The kind of model that each class of transformers loads, for error messages."""
+"""The model that each class of transformers loads, for error messages."""
 
 
-def load_error(kind: str, source: str, error: Exception) -> DataError:
-    """Return a one-line error for a model or tokenizer that cannot be loaded."""
-    return DataError(f"cannot load the {kind} {source!r}: {describe_error(error)}")
+def load_error(noun: str, source: str, error: Exception) -> DataError:
+    """Return a one-line error for a source that cannot be loaded: a model or a tokenizer."""
+    return DataError(f"cannot load the {noun} {source!r}: {describe_error(error)}")
 
 
 def silence_libraries() -> None:
@@ -455,7 +453,7 @@ def _load(
 def _refuse_foreign_quantization(location: str, source: str) -> None:
     """Refuse quantized checkpoints that only a library's kernels can dequantize.
 
-    Their bits depend on the device.
+    The bits of these kernels' results depend on the device.
 
     Raises:
         DataError: The checkpoint is quantized in such a way.
@@ -559,7 +557,7 @@ def _finish_loading(model: Any, spec: ModelSpec, drawn_parameters: Mapping[str, 
 
 
 def _check_config_keys(config_keys: Mapping[str, Any], config: Any, model_type: str) -> None:
-    """Refuse unknown keys: transformers would ignore a misspelled size and keep the default."""
+    """Refuse unknown keys: transformers ignores a misspelled size and uses the default."""
     for key in config_keys:
         if not hasattr(config, key):
             close_names = difflib.get_close_matches(key, vars(config), n=1)
@@ -568,7 +566,7 @@ def _check_config_keys(config_keys: Mapping[str, Any], config: Any, model_type: 
 
 
 def _draw_parameters(model: Any, names: Collection[str], seed: int) -> None:
-    """Draw these parameters: matrices normally, with the configuration's deviation.
+    """Draw these parameters: matrices from a normal distribution, whose deviation is configured.
 
     Parameters that transformers sets to zeros or ones are unchanged. Other vectors become zeros if
     they are biases, else ones.

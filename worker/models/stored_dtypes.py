@@ -27,10 +27,7 @@ _HALF_DTYPES: Final = {"BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def dtype_of(directory: str) -> torch.dtype:
-    """Return the dtype of all tensors in a model's directory if they share one of 16 bits.
-
-    Otherwise, return float32.
-    """
+    """Return bfloat16 or float16 if all tensors in a model's directory have it, else float32."""
     dtypes = set()
     try:
         for file in sorted(Path(directory).glob("*.safetensors")):
@@ -73,7 +70,7 @@ def convert_except_base(model: Any, drawn_names: Collection[str]) -> bool:
 
 
 @contextmanager
-def pages_released_after_use(model: nn.Module) -> Iterator[None]:
+def release_pages_after_use(model: nn.Module) -> Iterator[None]:
     """Context that releases the pages of each layer's weights after the layer's forward."""
 
     def release(layer: nn.Module, *_: object) -> None:

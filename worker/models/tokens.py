@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from protocol.base.errors import DataError
 from protocol.spec.sections.model import ModelSpec
-from worker.models.added_tokens import add_to_tokenizer, with_rows
+from worker.models.added_tokens import add_to_tokenizer, add_token_rows
 from worker.models.pretrained import Pretrained, load_error, locate, silence_libraries
 
 END_OF_TEXT: Final = "<|endoftext|>"
@@ -57,10 +57,10 @@ def load_tokenizer(source: str, added_tokens: Sequence[str] = ()) -> Any:
     return tokenizer
 
 
-def with_added_tokens(
+def add_tokens_to_model(
     loaded: Pretrained, model: ModelSpec, tokenizer: Any, source: str | None = None
 ) -> Pretrained:
-    """Add rows for `model.added_tokens` to a model, and return it.
+    """Add rows for `model.added_tokens` to a model; return the model.
 
     Args:
         loaded: The model; changed in place.
@@ -72,12 +72,12 @@ def with_added_tokens(
         return loaded
     source = source or model.source
     has_new_table = model.config is not None or source is None
-    return with_rows(
+    return add_token_rows(
         loaded, model, tokenizer, None if has_new_table else load_tokenizer(str(source))
     )
 
 
-def tokenizer_in(directory: Path) -> Any:
+def load_saved_tokenizer(directory: Path) -> Any:
     """Load the tokenizer that a run saved in a directory, with or without a model.
 
     Raises:
@@ -111,7 +111,7 @@ def _load(source: str, location: str, keywords: Mapping[str, Any]) -> Any:
 def _tokenizer_class(location: str) -> Any:
     """Return the class that loads a tokenizer.
 
-    Without configuration files, `AutoTokenizer` could not choose one.
+    Without configuration files, `AutoTokenizer` cannot choose one.
     """
     directory = Path(location)
     config_files = directory / "tokenizer_config.json", directory / "config.json"
@@ -200,13 +200,13 @@ def measure_unknown_tokens(tokenizer: Any, texts: Iterable[str]) -> int:
     return 1000 * unknown_count // len(tokens)
 
 
-def encode_cut(
+def encode_truncated(
     tokenizer: Any,
     texts: Iterable[str],
     max_tokens: int,
     describe_position: Callable[[int], str] = "text {}".format,
 ) -> Iterator[tuple[Tokens, bool]]:
-    """Yield the tokens of each text, cut to `max_tokens`, and whether the text was cut.
+    """Yield the tokens of each text, truncated to `max_tokens`, and whether they were truncated.
 
     Tokens include special tokens. Texts are encoded in batches.
 
@@ -269,28 +269,28 @@ def marks_around_text(tokenizer: Any) -> tuple[list[int], list[int]]:
     ]
 
 
-def message_end(template_output: str, content: str) -> int:
+def find_message_end(template_output: str, content: str) -> int:
     """Return the end of a message's content in the output of a chat template; -1 if it is absent.
 
     Args:
-        template_output: The template's output without whitespace: see `without_spaces`.
+        template_output: The template's output without whitespace: see `remove_whitespace`.
         content: The message's content. The template may have stripped it, or written it as JSON or
             HTML.
     """
     forms = (content, json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1])
-    for form in map(without_spaces, (*forms, html.escape(content))):
+    for form in map(remove_whitespace, (*forms, html.escape(content))):
         start = template_output.find(form)
         if start >= 0:
             return start + len(form)
     return -1
 
 
-def without_spaces(text: str) -> str:
+def remove_whitespace(text: str) -> str:
     """Return a text without whitespace: templates remove and add whitespace."""
     return "".join(text.split())
 
 
-def answer_ends(tokenizer: Any) -> frozenset[int]:
+def answer_end_tokens(tokenizer: Any) -> frozenset[int]:
     """Return the tokens that end an answer: the end token, and the chat template's end mark."""
     _, trailing_marks = marks_around_text(tokenizer)
     end_mark = _answer_end_mark(tokenizer) if tokenizer.chat_template else None
@@ -301,7 +301,7 @@ def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
     """Return the tokens that end a generated text: those of the model and those of training."""
     model_ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ends = {
-        *answer_ends(tokenizer),
+        *answer_end_tokens(tokenizer),
         *(model_ends if isinstance(model_ends, list) else [model_ends]),
     }
     return frozenset(token for token in ends if token is not None)

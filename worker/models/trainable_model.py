@@ -29,7 +29,8 @@ class TrainableModel:
         lora: The low-rank adapter; None if the model is trained in full.
         blocks: Blocks of the trained parameters.
         spec: The section `model` of the run spec.
-        new_modules: Modules that the checkpoint lacks, except a classifier's head.
+        new_modules: Modules that the checkpoint lacks, except a classifier's head; empty for a
+            classifier that is trained in full.
     """
 
     loaded: pretrained.Pretrained
@@ -59,7 +60,8 @@ class TrainableModel:
             lora: Rank, scale and targets.
             task_type: The adapter's task type in peft.
             seed: The run's seed.
-            heads: Modules that the adapter to continue trained in full; None to choose them here.
+            heads: Modules to train in full, of the adapter that the run continues; None to choose
+                them here.
 
         Raises:
             DataError: See `Lora`.
@@ -84,9 +86,8 @@ class TrainableModel:
     def notes(self) -> dict[str, int]:
         """Return counts for the manifest.
 
-        They are the number of added tokens, and the number of drawn parameters of each module that
-        the checkpoint lacks. A classifier's head is not counted, because a checkpoint is not
-        expected to have it.
+        They are the number of added tokens, and the number of drawn parameters of each new module.
+        A classifier's head is not counted, because a checkpoint is not expected to have it.
         """
         drawn_parameters, added_count = self.loaded.drawn_parameters, len(self.loaded.added_tokens)
         counts = {

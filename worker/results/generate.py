@@ -1,8 +1,8 @@
 """`worker generate`: text from a language model, token by token.
 
 Decoding is greedy, or samples with a temperature from the most probable tokens (nucleus sampling,
-Holtzman et al. 2019, arXiv:1904.09751). Draws are those of `backends.base.draws`, so the same seed
-and logits give the same text.
+Holtzman et al. 2019, arXiv:1904.09751). Random values come from `backends.base.draws`, so the same
+seed and logits give the same text.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from worker.models.pretrained import max_sample_tokens
 from worker.models.tokens import (
     check_tokens,
     end_tokens,
+    find_message_end,
     marks_around_text,
-    message_end,
-    without_spaces,
+    remove_whitespace,
 )
 from worker.results.load import is_seq2seq, probe_tokens, vocabulary_of
 
 _CACHES: Final = ("past_key_values", "cache_params")
 """Keywords of forward for the state of attention and of state-space models."""
 _CACHED_TOKENS: Final = 4
+"""Number of probe tokens that are computed one by one, to test a model's cache."""
 _CACHE_TOLERANCE: Final = 1e-3
 """Tolerance for float32, relative to the largest logit, or to 1 if that is larger."""
 _INCOMPLETE_CHARACTER: Final = "\N{REPLACEMENT CHARACTER}"
@@ -41,8 +42,8 @@ class Sampling:
 
     Attributes:
         temperature: Divisor of logits; 0 always chooses the likeliest token.
-        top_p: Draw only among the likeliest tokens with this total probability.
-        seed: Seed of the draws.
+        top_p: Sample only from the likeliest tokens with this total probability.
+        seed: Seed of the random values.
         max_tokens: Maximum number of tokens.
     """
 
@@ -71,7 +72,7 @@ def prompt_tokens(tokenizer: Any, prompt: str, system: str | None) -> list[int]:
                 f"{describe_error(error)}; change the prompt or --system"
             ) from None
         for value, option in ((system, "--system"), (prompt, "the prompt")):
-            if value and message_end(without_spaces(text), value) < 0:
+            if value and find_message_end(remove_whitespace(text), value) < 0:
                 raise DataError(
                     f"{option}: expected a chat template that writes this text, got one that drops "
                     "it; use a model whose template writes it"
@@ -131,31 +132,35 @@ def generate(model: Any, tokenizer: Any, prompt: list[int], sampling: Sampling) 
                 "--max-tokens or shorten the prompt"
             )
         ends = end_tokens(model, tokenizer)
-        return _pieces(tokenizer, _target_tokens(model, prompt, sampling, ends))
+        return _decode_incrementally(tokenizer, _target_tokens(model, prompt, sampling, ends))
     if len(prompt) + sampling.max_tokens > limit:
         raise DataError(
             f"expected at most {limit} tokens of prompt and --max-tokens together, the model's "
             f"positions, got {len(prompt)} and {sampling.max_tokens}; lower --max-tokens"
         )
-    return _pieces(tokenizer, _tokens(model, prompt, sampling, end_tokens(model, tokenizer)))
+    return _decode_incrementally(
+        tokenizer, _generate_tokens(model, prompt, sampling, end_tokens(model, tokenizer))
+    )
 
 
-def _tokens(
+def _generate_tokens(
     model: Any, prompt: list[int], sampling: Sampling, ends: frozenset[int]
 ) -> Iterator[int]:
-    all_tokens, cache = torch.tensor([prompt], device=model.device), _cache(model)
-    step, options = all_tokens, _options(model, cache)
+    all_tokens, cache = torch.tensor([prompt], device=model.device), _find_cache_keyword(model)
+    input_ids, options = all_tokens, _options(model, cache)
     uniforms = draws.uniforms(draws.derive_key(sampling.seed, "generate"), sampling.max_tokens)
     with torch.no_grad():
         for number in range(sampling.max_tokens):
-            output = model(input_ids=step, **options)
-            token = choose(output.logits[0, -1].float().cpu(), sampling, float(uniforms[number]))
+            output = model(input_ids=input_ids, **options)
+            token = choose_token(
+                output.logits[0, -1].float().cpu(), sampling, float(uniforms[number])
+            )
             if token in ends:
                 return
             yield token
-            step = torch.tensor([[token]], device=model.device)
+            input_ids = torch.tensor([[token]], device=model.device)
             if cache is None:
-                step = all_tokens = torch.cat([all_tokens, step], 1)
+                input_ids = all_tokens = torch.cat([all_tokens, input_ids], 1)
             else:
                 options[cache] = output[cache]
 
@@ -173,7 +178,7 @@ def _target_tokens(
             model_output = model(
                 encoder_outputs=encoder_outputs, decoder_input_ids=target, use_cache=False
             )
-            token = choose(
+            token = choose_token(
                 model_output.logits[0, -1].float().cpu(), sampling, float(uniforms[number])
             )
             if token in ends:
@@ -192,11 +197,12 @@ def _base_model(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _cache(model: Any) -> str | None:
+def _find_cache_keyword(model: Any) -> str | None:
     """Return the keyword that carries a model's state from token to token.
 
-    None if the model has none, or if its logits with the state differ from those of the whole text:
-    some families keep their state elsewhere, or count positions by other keywords.
+    Returns None if the model has no such keyword, or if its logits with the state differ from those
+    of the whole text: some families store their state elsewhere, or count positions by other
+    keywords.
     """
     parameters = inspect.signature(_base_model(model).forward).parameters
     ids = probe_tokens(vocabulary_of(model)).to(model.device)
@@ -219,13 +225,13 @@ def _cache(model: Any) -> str | None:
     return None
 
 
-def choose(logits: torch.Tensor, sampling: Sampling, uniform: float) -> int:
+def choose_token(logits: torch.Tensor, sampling: Sampling, uniform: float) -> int:
     """Choose the next token.
 
     Args:
         logits: Logits of all tokens, float32 (vocabulary,).
         sampling: Settings for the choice.
-        uniform: A draw in [0, 1).
+        uniform: A random value in [0, 1).
     """
     if sampling.temperature == 0:
         return int(logits.argmax())
@@ -239,7 +245,7 @@ def choose(logits: torch.Tensor, sampling: Sampling, uniform: float) -> int:
     return int(tokens[min(rank, count - 1)])
 
 
-def _pieces(tokenizer: Any, tokens: Iterator[int]) -> Iterator[str]:
+def _decode_incrementally(tokenizer: Any, tokens: Iterator[int]) -> Iterator[str]:
     """Yield text once its characters are complete, since a token may be part of a character."""
     ids: list[int] = []
     printed = ""

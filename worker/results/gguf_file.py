@@ -56,7 +56,7 @@ class GgufSummary:
 
     Attributes:
         tensors: Number of tensors.
-        f16_tensors: Number of tensors that q8_0 could not store.
+        f16_tensors: Number of tensors that are f16 because q8_0 cannot store them.
         tokens_without_row: Number of special tokens without a row in the model.
         window: The context length, if it is shorter than the model's positions.
     """
@@ -82,21 +82,21 @@ def write_gguf(model: Any, tokenizer: Any, path: Path, storage: Storage, name: s
         DataError: The library is missing, or llama.cpp does not support the model or tokenizer.
         StorageDamaged: The file read back differs from what was written.
     """
-    gguf = _library()
+    gguf = _import_gguf()
     family = check_config(model.config)
     architecture = gguf.MODEL_ARCH[family.architecture]
     vocabulary = Vocabulary.of(tokenizer, _vocabulary(model))
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
     _describe(writer, gguf, model, name, storage)
     vocabulary.write_to(writer, tokenizer)
-    tensors = {tensor.name: tensor for tensor in _tensors(gguf, family, model, storage)}
+    tensors = {tensor.name: tensor for tensor in _encode_tensors(gguf, family, model, storage)}
     for tensor in tensors.values():
-        writer.add_tensor(tensor.name, tensor.content, raw_dtype=tensor.kind)
+        writer.add_tensor(tensor.name, tensor.content, raw_dtype=tensor.encoding)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    _compare(gguf, path, tensors, vocabulary)
+    _verify_file(gguf, path, tensors, vocabulary)
     longest = context_length(model.config)
     return GgufSummary(
         len(tensors),
@@ -112,10 +112,10 @@ def check_gguf() -> None:
     Raises:
         DataError: The library is not installed.
     """
-    _library()
+    _import_gguf()
 
 
-def _library() -> Any:
+def _import_gguf() -> Any:
     try:
         return importlib.import_module("gguf")
     except ModuleNotFoundError:
@@ -148,12 +148,12 @@ def _describe(writer: Any, gguf: Any, model: Any, name: str, storage: Storage) -
     )
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     metadata = {
-        add: getattr(config, key)
-        for key, add in _KEYS.items()
+        method_name: getattr(config, key)
+        for key, method_name in _KEYS.items()
         if key in FAMILIES[config.model_type].stored_keys and getattr(config, key, None) is not None
     }
-    for add, value in metadata.items():
-        getattr(writer, add)(value)
+    for method_name, value in metadata.items():
+        getattr(writer, method_name)(value)
     _describe_rope(writer, gguf, config)
     writer.add_rope_dimension_count(_head_width(config))
     writer.add_key_length(_head_width(config))
@@ -182,19 +182,19 @@ class _Tensor:
 
     Attributes:
         content: The encoded values.
-        kind: The library's constant for the encoding.
+        encoding: The library's constant for the encoding.
         values: The decoded values, float32.
-        is_f16_fallback: Whether it is f16 because q8_0 could not store it.
+        is_f16_fallback: Whether the tensor is f16 because q8_0 cannot store it.
     """
 
     name: str
     content: NDArray[Any]
-    kind: Any
+    encoding: Any
     values: Array
     is_f16_fallback: bool
 
 
-def _tensors(gguf: Any, family: Family, model: Any, storage: Storage) -> Iterator[_Tensor]:
+def _encode_tensors(gguf: Any, family: Family, model: Any, storage: Storage) -> Iterator[_Tensor]:
     names = gguf.get_tensor_name_map(
         gguf.MODEL_ARCH[family.architecture], model.config.num_hidden_layers
     )
@@ -202,7 +202,7 @@ def _tensors(gguf: Any, family: Family, model: Any, storage: Storage) -> Iterato
     for name, tensor in model.state_dict().items():
         if name in skipped_names:
             continue
-        for part, values in _parts(name, tensor.float().numpy()):
+        for part, values in _split_experts(name, tensor.float().numpy()):
             tensor_name = names.get_name(part, try_suffixes=(".weight", ".bias"))
             if tensor_name is None:
                 raise DataError(
@@ -215,7 +215,7 @@ def _tensors(gguf: Any, family: Family, model: Any, storage: Storage) -> Iterato
         yield _encode(gguf, "rope_freqs.weight", _frequencies(model), "f32")
 
 
-def _parts(name: str, values: Array) -> Iterator[tuple[str, Array]]:
+def _split_experts(name: str, values: Array) -> Iterator[tuple[str, Array]]:
     """Yield a tensor, or the two halves of an experts' gate_up_proj, with transformers' names."""
     experts, separator, _ = name.partition("experts.gate_up_proj")
     if not separator:
@@ -275,23 +275,25 @@ def _frequencies(model: Any) -> Array:
 def _encode(gguf: Any, name: str, values: Array, storage: Storage) -> _Tensor:
     is_divisible = storage != "q8_0" or values.shape[-1] % _Q8_GROUP == 0
     is_float32 = values.ndim < 2 or name.endswith(_FLOAT32_MATRICES)
-    requested = "f32" if is_float32 else storage if is_divisible else "f16"
-    kind = gguf.GGMLQuantizationType[requested.upper()]
+    encoding_name = "f32" if is_float32 else storage if is_divisible else "f16"
+    encoding = gguf.GGMLQuantizationType[encoding_name.upper()]
     values = np.ascontiguousarray(values, np.float32)
-    with np.errstate(over="ignore"):
-        content = gguf.quants.quantize(values, kind)
-    decoded_values = np.asarray(gguf.quants.dequantize(content, kind), np.float32).reshape(
+    with np.errstate(over="ignore"):  # checked below
+        content = gguf.quants.quantize(values, encoding)
+    decoded_values = np.asarray(gguf.quants.dequantize(content, encoding), np.float32).reshape(
         values.shape
     )
     if not np.isfinite(decoded_values).all():
         raise DataError(
-            f"expected values of {name!r} in the range of {requested}, got larger ones; use "
+            f"expected values of {name!r} in the range of {encoding_name}, got larger ones; use "
             "another type: --gguf bf16"
         )
-    return _Tensor(name, content, kind, decoded_values, not is_divisible and not is_float32)
+    return _Tensor(name, content, encoding, decoded_values, not is_divisible and not is_float32)
 
 
-def _compare(gguf: Any, path: Path, tensors: Mapping[str, _Tensor], vocabulary: Vocabulary) -> None:
+def _verify_file(
+    gguf: Any, path: Path, tensors: Mapping[str, _Tensor], vocabulary: Vocabulary
+) -> None:
     """Read the file back and compare tensors, tokens and merges.
 
     Raises:

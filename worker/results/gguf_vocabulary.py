@@ -34,9 +34,9 @@ class Vocabulary:
     """A tokenizer in llama.cpp's format.
 
     Attributes:
-        kind: llama.cpp's name for the algorithm.
+        algorithm: llama.cpp's name for the algorithm.
         tokens: Tokens by number, up to the model's vocabulary.
-        kinds: The kind of each token: normal, control, user-defined or unused.
+        token_types: The type of each token: normal, control, user-defined, unused, byte or unknown.
         pre_tokenizer: llama.cpp's name for the pre-tokenizer.
         tokens_without_row: Number of special tokens without a row in the model.
         merges: Pairs in the order of merging; empty for SentencePiece.
@@ -44,9 +44,9 @@ class Vocabulary:
         space_before: Whether SentencePiece puts a space before text.
     """
 
-    kind: str
+    algorithm: str
     tokens: list[str]
-    kinds: list[int]
+    token_types: list[int]
     pre_tokenizer: str
     tokens_without_row: int
     merges: list[str] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Vocabulary:
         highest = max(set(tokenizer.get_vocab().values()) - added_tokens.keys())
         check_tokens(highest, vocabulary)
         merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
-        tokens, kinds = _tokens(tokenizer, vocabulary)
+        tokens, token_types = _tokens(tokenizer, vocabulary)
         tokens_without_row = sum(number >= vocabulary for number in added_tokens)
         if model.get("byte_fallback"):
             _refuse_stripping_tokens(added_tokens)
@@ -81,7 +81,8 @@ class Vocabulary:
                 number: t for t, number in model["vocab"].items() if number not in added_tokens
             }
             return Vocabulary(
-                "llama", tokens, _mark_bytes(tokens, kinds, model), "default", tokens_without_row,
+                "llama", tokens, _mark_bytes(tokens, token_types, model), "default",
+                tokens_without_row,
                 scores=_scores([*map(_pair, model["merges"])], text_tokens, vocabulary),
                 space_before=space_before,
             )  # fmt: skip
@@ -89,14 +90,14 @@ class Vocabulary:
         if pre_tokenizer == "dbrx" and model.get("ignore_merges"):
             pre_tokenizer = "llama-bpe"
         _check_bpe(document, pre_tokenizer)
-        return Vocabulary("gpt2", tokens, kinds, pre_tokenizer, tokens_without_row, merges)
+        return Vocabulary("gpt2", tokens, token_types, pre_tokenizer, tokens_without_row, merges)
 
     def write_to(self, writer: Any, tokenizer: Any) -> None:
         """Write the vocabulary to a GGUF writer, with special tokens and the chat template."""
-        writer.add_tokenizer_model(self.kind)
+        writer.add_tokenizer_model(self.algorithm)
         writer.add_tokenizer_pre(self.pre_tokenizer)
         writer.add_token_list(self.tokens)
-        writer.add_token_types(self.kinds)
+        writer.add_token_types(self.token_types)
         if self.scores:
             writer.add_token_scores(self.scores)
             writer.add_add_space_prefix(self.space_before)
@@ -118,18 +119,18 @@ class Vocabulary:
 
 
 def _tokens(tokenizer: Any, vocabulary: int) -> tuple[list[str], list[int]]:
-    """Return the tokens and their kinds, by number."""
+    """Return the tokens and their types, by number."""
     types = importlib.import_module("gguf").TokenType
     tokens = [f"[PAD{number}]" for number in range(vocabulary)]
-    kinds = [int(types.UNUSED)] * vocabulary
+    token_types = [int(types.UNUSED)] * vocabulary
     for token, number in tokenizer.get_vocab().items():
         if number < vocabulary:
-            tokens[number], kinds[number] = token, int(types.NORMAL)
+            tokens[number], token_types[number] = token, int(types.NORMAL)
     for number, added_token in tokenizer.added_tokens_decoder.items():
         if number < vocabulary:
             tokens[number] = added_token.content
-            kinds[number] = int(types.CONTROL if added_token.special else types.USER_DEFINED)
-    return tokens, kinds
+            token_types[number] = int(types.CONTROL if added_token.special else types.USER_DEFINED)
+    return tokens, token_types
 
 
 def _pair(merge: Any) -> tuple[str, str]:
@@ -137,25 +138,27 @@ def _pair(merge: Any) -> tuple[str, str]:
     return left, right
 
 
-def _mark_bytes(tokens: Sequence[str], kinds: Sequence[int], model: Mapping[str, Any]) -> list[int]:
-    """Return the kinds, with byte tokens and the unknown token marked as such.
+def _mark_bytes(
+    tokens: Sequence[str], token_types: Sequence[int], model: Mapping[str, Any]
+) -> list[int]:
+    """Return the token types, with those of byte tokens and of the unknown token set.
 
     Raises:
         DataError: A byte has no token.
     """
     types = importlib.import_module("gguf").TokenType
     token_numbers = {token: number for number, token in enumerate(tokens)}
-    token_kinds = [*kinds]
+    marked_types = [*token_types]
     for byte in range(256):
         number = token_numbers.get(f"<0x{byte:02X}>")
         if number is None:
             raise DataError(
                 f"expected a token for each byte, got none for 0x{byte:02X}; {_ALTERNATIVE}"
             )
-        token_kinds[number] = int(types.BYTE)
+        marked_types[number] = int(types.BYTE)
     if model.get("unk_token") in token_numbers:
-        token_kinds[token_numbers[model["unk_token"]]] = int(types.UNKNOWN)
-    return token_kinds
+        marked_types[token_numbers[model["unk_token"]]] = int(types.UNKNOWN)
+    return marked_types
 
 
 def _puts_space_before(document: Mapping[str, Any]) -> bool:
@@ -170,9 +173,9 @@ def _puts_space_before(document: Mapping[str, Any]) -> bool:
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     prepend = {"type": "Prepend", "prepend": _SPACE}
     steps = normalizer.get("normalizers", [normalizer] if normalizer else [])
-    no_spaces_left = {"type": "Split", "pattern": {"String": " "}, "invert": False}
+    split_at_spaces = {"type": "Split", "pattern": {"String": " "}, "invert": False}
     if steps in ([spaces], [prepend, spaces]) and (
-        splits is None or no_spaces_left.items() <= splits.items()
+        splits is None or split_at_spaces.items() <= splits.items()
     ):
         return prepend in steps
     metaspace = {
@@ -185,11 +188,12 @@ def _puts_space_before(document: Mapping[str, Any]) -> bool:
         return False
     raise DataError(
         "expected a SentencePiece tokenizer for GGUF that puts a space before every text or none, "
-        f"got {_name_of(steps, splits)}; llama.cpp would produce different tokens; {_ALTERNATIVE}"
+        f"got {_describe_steps(steps, splits)}; llama.cpp would produce different tokens; "
+        f"{_ALTERNATIVE}"
     )
 
 
-def _name_of(steps: Sequence[Mapping[str, Any]], splits: Mapping[str, Any] | None) -> str:
+def _describe_steps(steps: Sequence[Mapping[str, Any]], splits: Mapping[str, Any] | None) -> str:
     parts = [*steps, *([splits] if splits else [])]
     names = [
         f"{part['type']} {part['prepend_scheme']!r}" if "prepend_scheme" in part else part["type"]

@@ -22,7 +22,7 @@ from protocol.spec.sections.model import ModelSpec
 from worker.models import pretrained
 from worker.models.added_tokens import fill_rows
 from worker.models.lora import LOG_SCALE, adapter_name
-from worker.models.tokens import load_tokenizer, tokenizer_in
+from worker.models.tokens import load_saved_tokenizer, load_tokenizer
 from worker.results.saved_model import ADAPTER_WEIGHTS, SavedModel
 from worker.tasks.labels.result_info import ResultInfo
 
@@ -40,14 +40,14 @@ class LoadedModel:
         tokenizer: The tokenizer that it was trained with.
         base_digest: Digest of the base's weights.
         result_info: Result info of a run with labels, a classifier or tagger; None otherwise.
-        embeds: Whether the model is a text encoder without a head.
+        is_text_encoder: Whether the model is a text encoder without a head.
     """
 
     model: Any
     tokenizer: Any
     base_digest: str
     result_info: ResultInfo | None
-    embeds: bool = False
+    is_text_encoder: bool = False
 
     @property
     def has_adapter(self) -> bool:
@@ -69,7 +69,7 @@ def load(saved_model: SavedModel, base: str | None) -> LoadedModel:
     has_info = (saved_model.directory / RESULT_INFO_FILE).is_file()
     result_info = ResultInfo.read(saved_model.directory) if has_info else None
     source = model_source(saved_model.base(base))
-    pretrained_model = _base(source, result_info, embeds=saved_model.embeds)
+    pretrained_model = _load_base(source, result_info, is_text_encoder=saved_model.is_text_encoder)
     _refuse_another_base(saved_model, source, pretrained_model.weights_digest)
     if result_info is None and not pretrained_model.drawn_parameters.keys() <= _adapter_parameters(
         saved_model
@@ -78,7 +78,9 @@ def load(saved_model: SavedModel, base: str | None) -> LoadedModel:
     model: Any = pretrained_model.model
     model.requires_grad_(requires_grad=False)
     has_tokenizer = (saved_model.directory / "tokenizer.json").is_file()
-    tokenizer = tokenizer_in(saved_model.directory) if has_tokenizer else load_tokenizer(source)
+    tokenizer = (
+        load_saved_tokenizer(saved_model.directory) if has_tokenizer else load_tokenizer(source)
+    )
     if saved_model.adapter is not None and has_tokenizer:
         fill_rows(model, len(tokenizer), ())  # the adapter contains the values of added rows
     if saved_model.adapter is not None:
@@ -89,34 +91,36 @@ def load(saved_model: SavedModel, base: str | None) -> LoadedModel:
         model = _add_adapter(model, saved_model)
     model.eval()
     return LoadedModel(
-        model, tokenizer, pretrained_model.weights_digest, result_info, saved_model.embeds
+        model, tokenizer, pretrained_model.weights_digest, result_info, saved_model.is_text_encoder
     )
 
 
-def _base(source: str, result_info: ResultInfo | None, *, embeds: bool) -> pretrained.Pretrained:
+def _load_base(
+    source: str, result_info: ResultInfo | None, *, is_text_encoder: bool
+) -> pretrained.Pretrained:
     spec = ModelSpec(source=source)
     if result_info is not None:
         spec = result_info.model.model_copy(update={"source": source})
     padding = lambda: int(load_tokenizer(source).pad_token_id)  # noqa: E731
-    return load_bare(spec, result_info, padding, embeds=embeds)
+    return load_without_adapter(spec, result_info, padding, is_text_encoder=is_text_encoder)
 
 
-def load_bare(
+def load_without_adapter(
     spec: ModelSpec,
     result_info: ResultInfo | None,
     padding: Callable[[], int],
     *,
-    embeds: bool = False,
+    is_text_encoder: bool = False,
 ) -> pretrained.Pretrained:
-    """Load a model without an adapter, with the head that its task needs.
+    """Load a model without an adapter, with the head that its task requires.
 
     Args:
         spec: The model section of a run spec.
         result_info: Result info of a run with labels; None for a model that generates text.
         padding: Returns the tokenizer's padding token.
-        embeds: Whether the model is a text encoder.
+        is_text_encoder: Whether the model is a text encoder.
     """
-    if embeds:
+    if is_text_encoder:
         return pretrained.freeze_pooler(pretrained.load_encoder(spec))
     if result_info is None:
         return pretrained.load_text_model(spec)

@@ -1,7 +1,8 @@
 """`worker merge`: merge an adapter into its base; the result needs neither peft nor the base.
 
-The weight W of every adapted layer becomes W + (alpha / r) B A, in float32. The written model is
-read back, and its logits are compared with those of base and adapter.
+peft adds each adapter's product to the weight of its layer, in float32: W + (alpha / r) B A for
+plain LoRA. The written model is read back, and its outputs are compared with those of base and
+adapter.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ from protocol.spec.model_card import CARD, CardFacts, card_text
 from protocol.spec.sections.model import ModelSpec
 from worker.models import pretrained
 from worker.models.tokens import tokenizer_files
-from worker.results.load import PROBE_TOKENS, LoadedModel, load, load_bare, probe, vocabulary_of
+from worker.results.load import (
+    PROBE_TOKENS,
+    LoadedModel,
+    load,
+    load_without_adapter,
+    probe,
+    vocabulary_of,
+)
 from worker.results.saved_model import SENTENCE_TRANSFORMERS_FILES, SavedModel
 
 Dtype = Literal["float32", "bfloat16"]
@@ -79,19 +87,19 @@ def merge(
         model = merge_weights(loaded_model)
         reference = original
         if dtype != "float32":
-            _round(model, getattr(torch, dtype))
+            _round_weights(model, getattr(torch, dtype))
             reference = probe(model, vocabulary)
             model.to(getattr(torch, dtype))
         _save(model, loaded_model, directory)
-        if loaded_model.embeds:
+        if loaded_model.is_text_encoder:
             for name in SENTENCE_TRANSFORMERS_FILES:
                 (directory / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(saved_model.directory / name, directory / name)
         del model
         written_model = _read_back(directory, loaded_model)
-        compare(reference, probed := probe(written_model.model, vocabulary))
+        check_outputs(reference, probed := probe(written_model.model, vocabulary))
         difference = float((original - probed).abs().max())
-        output_name = "last states" if loaded_model.embeds else "logits"
+        output_name = "last states" if loaded_model.is_text_encoder else "logits"
         report = MergeReport(
             out, difference, output_name, PROBE_TOKENS, written_model.weights_digest
         )
@@ -101,7 +109,7 @@ def merge(
     return report
 
 
-def _round(model: torch.nn.Module, dtype: torch.dtype) -> None:
+def _round_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """Round every weight to a narrower type, in float32."""
     with torch.no_grad():
         for parameter in model.parameters():
@@ -137,8 +145,8 @@ def _untie(model: Any) -> None:
                 config.tie_word_embeddings = False
 
 
-def compare(reference: torch.Tensor, values: torch.Tensor) -> float:
-    """Return the largest difference between logits.
+def check_outputs(reference: torch.Tensor, values: torch.Tensor) -> float:
+    """Check outputs against a reference; return the largest difference.
 
     Raises:
         SamestepError: The difference is larger than `TOLERANCE` allows, or not finite.
@@ -203,7 +211,9 @@ def _save(model: Any, loaded_model: LoadedModel, directory: Path) -> None:
 def _read_back(directory: Path, loaded_model: LoadedModel) -> pretrained.Pretrained:
     spec, result_info = ModelSpec(source=str(directory)), loaded_model.result_info
     padding = lambda: int(loaded_model.tokenizer.pad_token_id)  # noqa: E731
-    pretrained_model = load_bare(spec, result_info, padding, embeds=loaded_model.embeds)
+    pretrained_model = load_without_adapter(
+        spec, result_info, padding, is_text_encoder=loaded_model.is_text_encoder
+    )
     pretrained_model.model.eval()
     return pretrained_model
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import jinja2
 
-from worker.models.tokens import answer_ends
+from worker.models.tokens import answer_end_tokens
 
 Message = Mapping[str, str]
 NAME: Final = "Modelfile"
@@ -59,7 +59,7 @@ def modelfile(tokenizer: Any, file: str, context: int) -> str:
         context: The model's context length in tokens.
     """
     lines = [f"FROM ./{file}", f"PARAMETER num_ctx {context}"]
-    ends = sorted(answer_ends(tokenizer))
+    ends = sorted(answer_end_tokens(tokenizer))
     lines += [f'PARAMETER stop "{tokenizer.decode([token])}"' for token in ends]
     if not tokenizer.chat_template:
         return "\n".join(lines) + "\n"

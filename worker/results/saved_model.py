@@ -43,7 +43,7 @@ class SavedModel:
         return self.adapter is None
 
     @property
-    def embeds(self) -> bool:
+    def is_text_encoder(self) -> bool:
         """Whether the model is a text encoder, with the files of sentence-transformers."""
         return (self.directory / SENTENCE_TRANSFORMERS_FILES[0]).is_file()
 
@@ -53,21 +53,21 @@ class SavedModel:
         Raises:
             DataError: The model is a text encoder.
         """
-        if self.embeds:
+        if self.is_text_encoder:
             raise DataError(
                 f"expected a model that generates text in {str(self.directory)!r}, got one that "
                 "embeds texts; load it with sentence-transformers, an adapter after worker merge"
             )
 
     def base(self, user_choice: str | None) -> str:
-        """Return the source of the base model.
+        """Return the source of the base model; of a complete model, its directory.
 
         Args:
             user_choice: The source that the user names; None: the path in the adapter if it exists
                 on this machine, else the source in the run spec.
 
         Raises:
-            DataError: A complete model has no base, or the adapter names none.
+            DataError: The user names a base for a complete model, or the adapter names none.
         """
         if self.adapter is None:
             if user_choice is not None:
@@ -90,7 +90,7 @@ class SavedModel:
         return str(spec or recorded_path)
 
 
-def find(path: Path) -> SavedModel:
+def find_saved_model(path: Path) -> SavedModel:
     """Find the saved model in a run's, an adapter's or a model's directory.
 
     Raises:
@@ -106,7 +106,7 @@ def find(path: Path) -> SavedModel:
     if (path / "run.json").is_file():
         return _model_of_run(path)
     if (path / ADAPTER_CONFIG).is_file():
-        return SavedModel(path, _adapter(path), read_card(path) or _facts_above(path))
+        return SavedModel(path, _read_adapter_config(path), read_card(path) or _facts_above(path))
     if (path / "config.json").is_file():
         return SavedModel(path, None, read_card(path) or _facts_above(path))
     subdirectory = next((n for n in ("adapter", "model") if (path / n).is_dir()), None)
@@ -126,7 +126,7 @@ def _model_of_run(run: Path) -> SavedModel:
     _, manifest, _ = _documents(run)
     directory = run / manifest.export.directory
     if (directory / ADAPTER_CONFIG).is_file():
-        adapter = _adapter(directory)
+        adapter = _read_adapter_config(directory)
     elif (directory / "config.json").is_file():
         adapter = None
     else:
@@ -155,7 +155,7 @@ def _facts_of_run(run: Path) -> CardFacts:
 
 
 def _facts_above(directory: Path) -> CardFacts | None:
-    """Return the facts of the run that contains the directory; None if it was moved away."""
+    """Return the facts of the run whose result the directory is; None if there is no such run."""
     run = directory.absolute().parent
     if not all((run / name).is_file() for name in ("run.json", "manifest.json", "result.json")):
         return None
@@ -163,17 +163,17 @@ def _facts_above(directory: Path) -> CardFacts | None:
     return _facts_of_run(run) if manifest.export.directory == directory.name else None
 
 
-def _adapter(directory: Path) -> dict[str, Any]:
+def _read_adapter_config(directory: Path) -> dict[str, Any]:
     path = directory / ADAPTER_CONFIG
     try:
         config = read_json(path)
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {str(path)!r}: {error}") from None
-    kind = config.get("peft_type") if isinstance(config, dict) else None
-    if kind != "LORA":
+    peft_type = config.get("peft_type") if isinstance(config, dict) else None
+    if peft_type != "LORA":
         raise DataError(
-            f"expected a LoRA adapter in {str(directory)!r}, got {kind or 'no type'}; use PEFT's "
-            "own tools for other kinds"
+            f"expected a LoRA adapter in {str(directory)!r}, got {peft_type or 'no type'}; use "
+            "PEFT itself for other types"
         )
     if not (directory / ADAPTER_WEIGHTS).is_file():
         raise DataError(

@@ -13,7 +13,7 @@ from protocol.spec.files import sources
 
 
 def is_file(texts: Sequence[str]) -> bool:
-    """Return whether the argument is a file name rather than a text.
+    """Return whether the only argument is a file name rather than a text.
 
     Raises:
         DataError: The argument looks like a file name, but the file does not exist.
@@ -22,8 +22,8 @@ def is_file(texts: Sequence[str]) -> bool:
         return False
     if "\n" not in texts[0] and len(texts[0]) < 4_096 and Path(texts[0]).is_file():
         return True
-    kinds = (*sources.ROW_KINDS, "txt")
-    if sources.kind_of(Path(texts[0])) in kinds and not any(map(str.isspace, texts[0])):
+    file_types = (*sources.ROW_KINDS, "txt")
+    if sources.kind_of(Path(texts[0])) in file_types and not any(map(str.isspace, texts[0])):
         raise DataError(f"expected a file of texts at {texts[0]!r}, found none; check the path")
     return False
 
@@ -53,7 +53,9 @@ def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
     def check(location: Location, column_names: Sequence[str]) -> None:
         for column in columns:
             if column_names.count(column) != 1:
-                names = ", ".join(repr(str(name)[:40]) for name in column_names[:10]) or "nothing"
+                names = (
+                    ", ".join(repr(str(name)[:40]) for name in column_names[:10]) or "no columns"
+                )
                 raise DataError(
                     f"{location}: expected one column {column!r}, found {names}; name the column: "
                     "--column NAME"

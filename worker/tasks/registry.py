@@ -68,7 +68,7 @@ def build(spec: RunSpec) -> Task:
         DataError: Data, the model source or an extra that the task needs is missing, or there are
             fewer samples than a microbatch has.
     """
-    # Progress bars would clutter the log. Libraries read this variable when they are imported.
+    # Progress bars clutter the log. Libraries read this variable when they are imported.
     os.environ.setdefault("TQDM_DISABLE", "1")
     task = _build_user_task(spec) if spec.is_user_task else _build_built_in(spec)
     manifest = task.manifest
@@ -76,8 +76,8 @@ def build(spec: RunSpec) -> Task:
     return task
 
 
-def view(spec: RunSpec, samples: int) -> Iterator[str]:
-    """Yield lines that show a person what the model will read of the data.
+def view_data(spec: RunSpec, samples: int) -> Iterator[str]:
+    """Yield lines that show samples as the model reads them, and statistics.
 
     Args:
         spec: A run spec whose task reads text.

@@ -12,7 +12,7 @@ from protocol.datasets.capture_check import tokens_of_file
 from protocol.spec.earlier_run import apply_init_from
 from protocol.spec.model_card import read_card
 from protocol.spec.run_spec import parse_run_spec, parse_run_spec_text
-from worker.results.saved_model import find
+from worker.results.saved_model import find_saved_model
 
 
 def nested_aliases(levels: int, merge: str = "") -> str:
@@ -54,7 +54,7 @@ def test_deeply_nested_json_is_refused(tmp_path):
     for name in ("adapter_config.json", "config.json", "tokenizer.json"):
         (tmp_path / name).write_text(nested)
     with pytest.raises(DataError, match="cannot read"):
-        find(tmp_path)
+        find_saved_model(tmp_path)
     assert tokens_of_file(tmp_path / "tokenizer.json") is None
     with pytest.raises(UsageError, match="cannot read the adapter"):
         apply_init_from({"task": "causal-lm", "init_from": str(tmp_path)})

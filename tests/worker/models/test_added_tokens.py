@@ -19,7 +19,7 @@ from tests.small_chat import conversation, save_chat_model, write_jsonl
 from tests.small_sequences import PAIRS, save_encoder_decoders
 from tests.worker.tasks.test_classify import export, moved_values
 from worker.results.merge import merge
-from worker.results.saved_model import find
+from worker.results.saved_model import find_saved_model
 from worker.tasks.registry import build
 
 ADDED_TOKENS = ["<tool>", "</tool>", "Zylophyte"]
@@ -139,7 +139,7 @@ def test_result_in_transformers_has_the_loss_of_the_run(bases, tmp_path, base, l
             expected = model(**tensors).loss
     assert run_loss == pytest.approx(float(expected), rel=1e-5)
     if lora is not None:
-        merge(find(result_directory), None, tmp_path / "merged")  # compares logits, too
+        merge(find_saved_model(result_directory), None, tmp_path / "merged")  # compares logits, too
         repeat = transformers.AutoTokenizer.from_pretrained(tmp_path / "merged")
         assert repeat.convert_tokens_to_ids(ADDED_TOKENS) == ids
 

@@ -18,7 +18,7 @@ from protocol.spec.run_spec import RunSpec, parse_run_spec
 from tests.small_chat import conversation, save_chat_tokenizer, write_jsonl
 from worker.results.load import load
 from worker.results.merge import merge
-from worker.results.saved_model import find
+from worker.results.saved_model import find_saved_model
 from worker.tasks.base.task import Task
 from worker.tasks.registry import build
 
@@ -116,7 +116,9 @@ def test_a_drawn_pooler_is_saved_with_the_adapter(tmp_path):
         transformers.AutoModelForSequenceClassification, source, adapter, num_labels=2
     )
     assert torch.allclose(logits_of(task.trainable.module), peft_logits, atol=1e-5)
-    assert torch.allclose(peft_logits, logits_of(load(find(adapter), None).model), atol=1e-5)
+    assert torch.allclose(
+        peft_logits, logits_of(load(find_saved_model(adapter), None).model), atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("base_dtype", ["float32", "bfloat16"])
@@ -126,12 +128,12 @@ def test_drawn_head_is_saved_with_the_adapter(tmp_path, base_dtype):
     task = build(spec_of("causal-lm", source, tmp_path, model=model))
     assert "drawn_as_the_checkpoint_lacks[lm_head]" in task.manifest.notes
     adapter = export(task, moved_values(task), tmp_path / "adapter")
-    loaded_result = load(find(adapter), None)
+    loaded_result = load(find_saved_model(adapter), None)
     assert loaded_result.base_digest == task.manifest.digests["base_weights"]
     if base_dtype == "float32":
         peft_logits = logits_in_peft(transformers.AutoModelForCausalLM, source, adapter)
         assert torch.allclose(logits_of(task.trainable.module), peft_logits, atol=1e-5)
-        merged = merge(find(adapter), None, tmp_path / "whole")
+        merged = merge(find_saved_model(adapter), None, tmp_path / "whole")
         assert merged.difference < 1e-5
         assert torch.allclose(
             logits_of(task.trainable.module), logits_of(loaded_result.model), atol=1e-5
@@ -141,7 +143,7 @@ def test_drawn_head_is_saved_with_the_adapter(tmp_path, base_dtype):
 def test_missing_head_is_refused_by_other_uses(tmp_path):
     source = save_headless_llama(tmp_path / "model")
     with pytest.raises(DataError, match=r"lacks lm_head\.weight"):
-        load(find(source), None)
+        load(find_saved_model(source), None)
     with pytest.raises(DataError, match=r"lacks lm_head\.weight"):
         build(spec_of("teacher-logits", source, tmp_path, lora=None))
     pair = {"prompt": "What is 1?", "chosen": "It is 1.", "rejected": "It is 2."}

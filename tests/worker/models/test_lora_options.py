@@ -15,7 +15,7 @@ from protocol.spec.sections.model import BaseDtype
 from tests.small_chat import conversation, save_chat_model, write_jsonl
 from tests.worker.tasks.test_classify import export, moved_values
 from worker.results.merge import merge
-from worker.results.saved_model import find
+from worker.results.saved_model import find_saved_model
 from worker.tasks.registry import build
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -82,7 +82,7 @@ def test_adapter_in_peft_has_the_loss_of_the_run(directory, tmp_path, options):
     task = build(spec)
     result_directory = export(task, moved_values(task), tmp_path)
     check_loss_in_peft(task, directory / "model", result_directory, task.batch([0, 1]))
-    merge(find(result_directory), None, tmp_path / "merged")  # merge compares logits
+    merge(find_saved_model(result_directory), None, tmp_path / "merged")  # merge compares logits
     check_lora(result_directory, adapter_config(result_directory), spec.lora)
     other = spec_of(directory, **{**options, "rslora": not options.get("rslora", False)})
     with pytest.raises(DataError, match=r"--set lora\.rslora="):
@@ -180,7 +180,7 @@ def test_training_with_a_quantized_base_equals_peft(directory, mixture, tmp_path
                 reference = expected[adapter_name(tensor.name)].numpy().reshape(-1)
                 distance = np.linalg.norm(item.values[elements] - reference)
                 assert distance <= 1e-5 * np.linalg.norm(reference), tensor.name
-    merge(find(result_directory), None, tmp_path / "merged")  # merge compares logits
+    merge(find_saved_model(result_directory), None, tmp_path / "merged")  # merge compares logits
 
 
 def test_dora_with_dropout_saves_no_full_weight_for_backward(directory, monkeypatch):
@@ -271,7 +271,7 @@ def test_adapter_of_expert_parameters_has_the_loss_of_the_run(mixture, tmp_path)
     assert any("experts" in t.name for block in task.manifest.blocks for t in block.tensors)
     result_directory = export(task, moved_values(task), tmp_path)
     check_loss_in_peft(task, mixture / "experts", result_directory, task.batch([0, 1]))
-    merge(find(result_directory), None, tmp_path / "merged")
+    merge(find_saved_model(result_directory), None, tmp_path / "merged")
 
 
 def test_invalid_options_are_refused_in_one_line(directory):

@@ -19,7 +19,7 @@ from worker.models.pretrained import max_sample_tokens
 from worker.results.generate import Sampling, generate
 from worker.results.load import load, probe
 from worker.results.merge import merge
-from worker.results.saved_model import find
+from worker.results.saved_model import find_saved_model
 from worker.tasks.registry import build
 
 SIZES = {
@@ -107,7 +107,7 @@ def test_generation_with_carried_state_equals_that_from_the_whole_text(tmp_path,
     }
     sizes = STATE_SPACE_SIZES | family_settings.get(family, {})
     spec = spec_of(tmp_path, "causal-lm", family, sizes, lora={"r": 4, "targets": targets})
-    loaded = load(find(write_finished_run(spec, tmp_path / "run", "r")), None)
+    loaded = load(find_saved_model(write_finished_run(spec, tmp_path / "run", "r")), None)
     ids = [5, 9, 30, 41]
     actual = "".join(generate(loaded.model, loaded.tokenizer, ids, Sampling(0, 1, 0, 10)))
     text = torch.tensor([ids])
@@ -134,7 +134,7 @@ def test_merged_classifier_equals_base_and_adapter(tmp_path, family, sizes, targ
     """Encoder-decoders, and models whose positions start after their padding token."""
     spec = spec_of(tmp_path, "classify", family, sizes, lora={"r": 4, "targets": targets})
     run = write_finished_run(spec, tmp_path / "run", "r")
-    assert merge(find(run), None, tmp_path / "whole").difference < 1e-5
+    assert merge(find_saved_model(run), None, tmp_path / "whole").difference < 1e-5
     answers = [
         json.loads(run_command("worker", "classify", str(directory), "3 and 4", "--json").stdout)
         for directory in (run, tmp_path / "whole")
@@ -163,12 +163,12 @@ def test_adapter_of_embeddings_and_head_equals_peft(tmp_path, family, tied, targ
     lora = {"r": 4, "targets": targets}
     spec = spec_of(tmp_path, "causal-lm", family, SIZES | small, lora=lora)
     run = write_finished_run(spec, tmp_path / "run", "r")
-    actual = load(find(run), None)
+    actual = load(find_saved_model(run), None)
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about tied layers
         peft_model = peft.PeftModel.from_pretrained(base, str(run / "adapter")).eval()
-    merge(find(run), None, tmp_path / "whole")
+    merge(find_saved_model(run), None, tmp_path / "whole")
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
     task = build(load_run_spec(spec))
     assert task.trainable.module is not None
@@ -194,10 +194,10 @@ def test_earlier_adapter_of_embeddings_is_read(tmp_path):
     lora = {"r": 4, "targets": ["embed_tokens"]}
     spec = spec_of(tmp_path, "causal-lm", "llama", SIZES, lora=lora)
     run = write_finished_run(spec, tmp_path / "run", "r")
-    current_logits = probe(load(find(run), None).model, 2000)
+    current_logits = probe(load(find_saved_model(run), None).model, 2000)
     path = run / "adapter" / "adapter_model.safetensors"
     save_file({f"{name}.default": value for name, value in load_file(path).items()}, path)
-    assert torch.equal(probe(load(find(run), None).model, 2000), current_logits)
+    assert torch.equal(probe(load(find_saved_model(run), None).model, 2000), current_logits)
     repeat = json.loads(spec.read_text())
     repeat["model"]["adapter"] = str(run / "adapter")
     spec.write_text(json.dumps(repeat))
@@ -247,7 +247,7 @@ def test_position_ids_after_the_padding_id_shorten_the_context(tmp_path, family,
 
 def test_a_prompt_with_tokens_beyond_the_table_is_refused(tmp_path):
     spec = spec_of(tmp_path, "causal-lm", "llama", SIZES | {"vocab_size": 290})
-    loaded = load(find(tmp_path / "model"), None)
+    loaded = load(find_saved_model(tmp_path / "model"), None)
     assert spec.exists()
     with pytest.raises(DataError, match=r"expected tokens below 290, .*got 291"):
         generate(loaded.model, loaded.tokenizer, [5, 291], Sampling(0, 1, 0, 3))

@@ -24,12 +24,12 @@ from tests.small_chat import CHATML, write_chat_run
 from worker.models import disk_weights
 from worker.models.pretrained import load_causal_lm
 from worker.models.tokens import end_tokens
-from worker.results.generate import Sampling, choose
+from worker.results.generate import Sampling, choose_token
 from worker.results.gguf_export import export_gguf
 from worker.results.gguf_file import Storage, write_gguf
 from worker.results.load import load, probe
-from worker.results.merge import compare, merge, merge_weights
-from worker.results.saved_model import find
+from worker.results.merge import check_outputs, merge, merge_weights
+from worker.results.saved_model import find_saved_model
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +78,8 @@ def test_a_hub_reads_the_front_matter_of_a_card(run):
 def test_a_merged_model_computes_what_base_and_adapter_do(run, tmp_path):
     completed = run_command("worker", "merge", str(run), "--out", str(tmp_path / "whole"))
     assert completed.returncode == 0, completed.stderr
-    adapted = load(find(run), None)
-    merged = load(find(tmp_path / "whole"), None)
+    adapted = load(find_saved_model(run), None)
+    merged = load(find_saved_model(tmp_path / "whole"), None)
     assert (probe(adapted.model, 300) - probe(merged.model, 300)).abs().max() < 1e-5
     assert not hasattr(merged.model, "merge_and_unload")
     assert merged.tokenizer.chat_template == CHATML
@@ -88,9 +88,9 @@ def test_a_merged_model_computes_what_base_and_adapter_do(run, tmp_path):
     assert card is not None
     assert merged.base_digest in card.made[0]
     with pytest.raises(DataError, match="new or empty"):
-        merge(find(run), None, tmp_path / "whole")
+        merge(find_saved_model(run), None, tmp_path / "whole")
     with pytest.raises(DataError, match="complete model already"):
-        merge(find(tmp_path / "whole"), None, tmp_path / "again")
+        merge(find_saved_model(tmp_path / "whole"), None, tmp_path / "again")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["whole"]
 
 
@@ -101,8 +101,8 @@ def test_a_merged_model_may_be_stored_in_bfloat16(run, tmp_path):
     assert completed.returncode == 0, completed.stderr
     saved_tensors = safetensors.torch.load_file(tmp_path / "whole" / "model.safetensors")
     assert {tensor.dtype for tensor in saved_tensors.values()} == {torch.bfloat16}
-    whole = load(find(tmp_path / "whole"), None).model
-    exact = merge_weights(load(find(run), None)).state_dict()
+    whole = load(find_saved_model(tmp_path / "whole"), None).model
+    exact = merge_weights(load(find_saved_model(run), None)).state_dict()
     for name, tensor in whole.state_dict().items():
         assert torch.equal(tensor, exact[name].to(torch.bfloat16).float()), name
     refusal = run_command(
@@ -115,19 +115,19 @@ def test_base_is_rounded_as_in_the_run(run, tmp_path):
     """Without card and run the precision is unknown, so the logits differ."""
     adapter_only = tmp_path / "adapter"
     shutil.copytree(run / "adapter", adapter_only)
-    actual = probe(load(find(adapter_only), None).model, 300)
-    assert torch.equal(actual, probe(load(find(run), None).model, 300))
+    actual = probe(load(find_saved_model(adapter_only), None).model, 300)
+    assert torch.equal(actual, probe(load(find_saved_model(run), None).model, 300))
     (adapter_only / "README.md").unlink()
-    assert not torch.equal(actual, probe(load(find(adapter_only), None).model, 300))
+    assert not torch.equal(actual, probe(load(find_saved_model(adapter_only), None).model, 300))
 
 
 def test_difference_of_logits_is_reported():
     logits = torch.tensor([1.0, -3.0])
-    assert compare(logits, logits + 2e-5) < 3e-5
+    assert check_outputs(logits, logits + 2e-5) < 3e-5
     with pytest.raises(SamestepError, match="no file was written"):
-        compare(logits, logits + 1e-4)
+        check_outputs(logits, logits + 1e-4)
     with pytest.raises(SamestepError, match="no file was written"):
-        compare(logits, logits * float("nan"))
+        check_outputs(logits, logits * float("nan"))
 
 
 def test_another_base_or_adapter_is_refused(run, tmp_path):
@@ -137,14 +137,14 @@ def test_another_base_or_adapter_is_refused(run, tmp_path):
     tensors["model.norm.weight"] = tensors["model.norm.weight"] + np.float32(1)
     safetensors.numpy.save_file(tensors, other / "model.safetensors", {"format": "pt"})
     with pytest.raises(DataError, match="another digest"):
-        load(find(run), str(other))
+        load(find_saved_model(run), str(other))
     adapter_copy = tmp_path / "adapter"
     shutil.copytree(run / "adapter", adapter_copy)
     weights = safetensors.numpy.load_file(adapter_copy / "adapter_model.safetensors")
     del weights[min(weights)]
     safetensors.numpy.save_file(weights, adapter_copy / "adapter_model.safetensors")
     with pytest.raises(DataError, match="adapter belongs to this base"):
-        load(find(adapter_copy), None)
+        load(find_saved_model(adapter_copy), None)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_another_base_or_adapter_is_refused(run, tmp_path):
 )
 def test_directories_without_a_result_are_refused(tmp_path, make_directory, message):
     with pytest.raises(DataError, match=message):
-        find(make_directory(tmp_path))
+        find_saved_model(make_directory(tmp_path))
 
 
 def test_answer_is_repeatable(run):
@@ -178,7 +178,7 @@ def test_answer_is_repeatable(run):
 def test_greedy_decoding_equals_transformers(run):
     from worker.results.generate import generate, prompt_tokens
 
-    loaded = load(find(run), None)
+    loaded = load(find_saved_model(run), None)
     ids = prompt_tokens(loaded.tokenizer, "What is 3?", "Add.")
     assert loaded.tokenizer.decode(ids).endswith("<|im_start|>assistant\n")
     actual = "".join(generate(loaded.model, loaded.tokenizer, ids, Sampling(0, 1, 0, 12)))
@@ -194,12 +194,12 @@ def test_greedy_decoding_equals_transformers(run):
 def test_draws_follow_the_probabilities():
     logits = torch.tensor([0.1, 0.6, 0.3]).log()
     full_sampling = Sampling(1.0, 1.0, 0, 1)
-    draws = [choose(logits, full_sampling, (n + 0.5) / 1000) for n in range(1000)]
+    draws = [choose_token(logits, full_sampling, (n + 0.5) / 1000) for n in range(1000)]
     assert [draws.count(token) for token in range(3)] == [100, 600, 300]
     limit = Sampling(1.0, 0.85, 0, 1)
-    assert {choose(logits, limit, n / 100) for n in range(100)} == {1, 2}
-    assert choose(logits, Sampling(0, 1, 0, 1), 0.99) == 1
-    assert choose(logits, full_sampling, 0.99999997) == 0
+    assert {choose_token(logits, limit, n / 100) for n in range(100)} == {1, 2}
+    assert choose_token(logits, Sampling(0, 1, 0, 1), 0.99) == 1
+    assert choose_token(logits, full_sampling, 0.99999997) == 0
 
 
 def test_gguf_is_read_by_transformers_as_the_same_model(run, tmp_path):
@@ -209,8 +209,8 @@ def test_gguf_is_read_by_transformers_as_the_same_model(run, tmp_path):
     )
     assert completed.returncode == 0, completed.stderr
     assert "21 tensors" in completed.stdout
-    adapted = load(find(run), None)
-    repeat = load(find(tmp_path / "g" / "chat-f32.gguf"), None)
+    adapted = load(find_saved_model(run), None)
+    repeat = load(find_saved_model(tmp_path / "g" / "chat-f32.gguf"), None)
     assert (probe(adapted.model, 300) - probe(repeat.model, 300)).abs().max() < 1e-5
     prompt = "What is 3 plus 4? <|im_end|>"
     assert repeat.tokenizer(prompt)["input_ids"] == adapted.tokenizer(prompt)["input_ids"]
@@ -220,7 +220,7 @@ def test_gguf_is_read_by_transformers_as_the_same_model(run, tmp_path):
 def test_gguf_base_keeps_the_storage_form_of_the_file(run, tmp_path):
     """Every frozen matrix has the file's values, bit for bit."""
     pytest.importorskip("gguf")
-    loaded = load(find(run.parent / "model"), None)
+    loaded = load(find_saved_model(run.parent / "model"), None)
     write_gguf(loaded.model, loaded.tokenizer, tmp_path / "m.gguf", "q8_0", "m")
     source = str(tmp_path / "m.gguf")
     model = load_causal_lm(ModelSpec(source=source, base_dtype="q8_0"), 0).model
@@ -238,7 +238,7 @@ def test_gguf_base_keeps_the_storage_form_of_the_file(run, tmp_path):
 def test_wide_gguf_base_is_mapped_from_disk(run, tmp_path, capfd):
     """Each matrix to be quantized is mapped from an unnamed file while it is wide."""
     pytest.importorskip("gguf")
-    loaded = load(find(run.parent / "model"), None)
+    loaded = load(find_saved_model(run.parent / "model"), None)
     write_gguf(loaded.model, loaded.tokenizer, tmp_path / "m.gguf", "f16", "m")
     (tmp_path / "model.safetensors").write_bytes(b"weights of another model")
     spec = ModelSpec(source=str(tmp_path / "m.gguf"), base_dtype="int4")
@@ -259,7 +259,7 @@ def test_wide_gguf_base_is_mapped_from_disk(run, tmp_path, capfd):
 
 def test_quantized_gguf_equals_the_gguf_library(run, tmp_path):
     pytest.importorskip("gguf")
-    loaded = load(find(run.parent / "model"), None)
+    loaded = load(find_saved_model(run.parent / "model"), None)
     sizes = []
     for storage in get_args(Storage):
         path = tmp_path / storage
@@ -270,7 +270,7 @@ def test_quantized_gguf_equals_the_gguf_library(run, tmp_path):
 
 def test_models_unknown_to_llama_cpp_are_refused(run, tmp_path):
     pytest.importorskip("gguf")
-    loaded = load(find(run.parent / "model"), None)
+    loaded = load(find_saved_model(run.parent / "model"), None)
     loaded.model.config.model_type = "gpt_bigcode"
     with pytest.raises(DataError, match="gpt_bigcode"):
         write_gguf(loaded.model, loaded.tokenizer, tmp_path / "a", "f32", "m")
@@ -282,7 +282,7 @@ def test_models_unknown_to_llama_cpp_are_refused(run, tmp_path):
         write_gguf(loaded.model, loaded.tokenizer, tmp_path / "b", "f32", "m")
     (tmp_path / "x").touch()
     with pytest.raises(DataError, match="new or empty"):
-        export_gguf(find(run), None, "f32", tmp_path)
+        export_gguf(find_saved_model(run), None, "f32", tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -566,11 +566,11 @@ def test_suspicious_labels_are_reported(tmp_path):
 
 
 def test_text_without_tokens_is_named_with_its_line():
-    from worker.models.tokens import encode_cut
+    from worker.models.tokens import encode_truncated
 
     class EmptyTokenizer:
         def __call__(self, texts, **_):
             return type("E", (dict,), {"encodings": None})(input_ids=[[] for _ in texts])
 
     with pytest.raises(DataError, match=r"'x' line 7: expected text, got '\\u200b'"):
-        list(encode_cut(EmptyTokenizer(), ["\u200b"], 9, lambda n: f"'x' line {n + 7}"))
+        list(encode_truncated(EmptyTokenizer(), ["\u200b"], 9, lambda n: f"'x' line {n + 7}"))

@@ -257,7 +257,7 @@ def test_texts_with_the_same_tokens_are_one_text(tiny, tmp_path):
 
 def test_a_text_without_tokens_is_named(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "worker.data.embedding_data.encode_cut",
+        "worker.data.embedding_data.encode_truncated",
         lambda _, texts, __: ((np.arange(2 * (text != "bern is a word")), False) for text in texts),
     )
     with pytest.raises(

@@ -18,7 +18,7 @@ from tests.commands import run_command
 from tests.worker.tasks.test_classify import export, moved_values
 from worker.results_cli import format_value
 from worker.tasks.labels.class_counts import label_metrics, label_sums
-from worker.tasks.registry import build, view
+from worker.tasks.registry import build, view_data
 
 SUBJECTS = ["cat", "dog", "fish", "bird"]
 ROWS = [
@@ -199,9 +199,9 @@ def test_standardized_numbers_are_reported_in_original_units(tiny, tmp_path):
     assert [format_value(each) for each in (1234567.8, 0.25, -41000.5, 0, 1e-9)] == [
         "1234570", "0.25", "-41000.5", "0", "1e-09",
     ]  # fmt: skip
-    view_text = "\n".join(view(spec_of(tiny, prices_path, **NUMBER), 1))
+    view_text = "\n".join(view_data(spec_of(tiny, prices_path, **NUMBER), 1))
     assert "set data.standardize=true" in view_text
-    assert "set data.standardize" not in "\n".join(view(spec_of(tiny, prices_path, **data), 1))
+    assert "set data.standardize" not in "\n".join(view_data(spec_of(tiny, prices_path, **data), 1))
     equal = tmp_path / "equal.jsonl"
     equal.write_text("".join(json.dumps({**row, "value": 3}) + "\n" for row in ROWS))
     with pytest.raises(DataError, match="expected labels that differ, got only 3"):
@@ -209,13 +209,13 @@ def test_standardized_numbers_are_reported_in_original_units(tiny, tmp_path):
 
 
 def test_worker_data_shows_labels_and_a_table(tiny, rows):
-    view_text = "\n".join(view(spec_of(tiny, rows, **MULTI), 2))
+    view_text = "\n".join(view_data(spec_of(tiny, rows, **MULTI), 2))
     assert "label: " in view_text
     assert "class  training  held out" in view_text
-    by_number = "\n".join(view(spec_of(tiny, rows, **NUMBER, **PAIRS), 2))
+    by_number = "\n".join(view_data(spec_of(tiny, rows, **NUMBER, **PAIRS), 2))
     assert "[SEP] " in by_number
     assert "training values: min -1.5" in by_number or "training values: min -1.25" in by_number
-    single = "\n".join(view(spec_of(tiny, rows, stratify=True, holdout=0.25), 0))
+    single = "\n".join(view_data(spec_of(tiny, rows, stratify=True, holdout=0.25), 0))
     assert all(f"{name}   " in single and "3         1" in single for name in SUBJECTS)
 
 

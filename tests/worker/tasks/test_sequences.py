@@ -18,7 +18,7 @@ from tests.worker.tasks.test_classify import export, moved_values
 from worker.data.sequence_data import encode_words
 from worker.tasks.labels.tag import span_metrics, span_sums, spans
 from worker.tasks.language.rouge import NAMES, rouge
-from worker.tasks.registry import build, view
+from worker.tasks.registry import build, view_data
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -232,11 +232,13 @@ def test_wrong_model_kind_is_named_with_its_type(tiny, tmp_path):
 
 
 def test_worker_data_shows_tags_and_targets(tiny, encoder_decoders, tmp_path):
-    tags = "\n".join(view(spec_of("tag", tiny, write_rows(tmp_path / "a.jsonl", TAGGED_ROWS)), 1))
+    tags = "\n".join(
+        view_data(spec_of("tag", tiny, write_rows(tmp_path / "a.jsonl", TAGGED_ROWS)), 1)
+    )
     assert "B-PER" in tags
     assert "tag B-LOC: 10 training words" in tags
     pairs = write_rows(tmp_path / "b.jsonl", PAIRS)
-    text = "\n".join(view(spec_of("seq2seq", encoder_decoders["t5"], pairs), 1))
+    text = "\n".join(view_data(spec_of("seq2seq", encoder_decoders["t5"], pairs), 1))
     assert "it is</s>" in text
     assert "training targets: 10;" in text
 

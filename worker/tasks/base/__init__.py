@@ -1,1 +1,1 @@
-"""What tasks share: the interface, the base class of tasks with a transformer, train/eval modes."""
+"""The interface of a task, the base class of tasks with a transformer, and train/eval modes."""

@@ -50,7 +50,7 @@ class Split:
         batch: Makes a batch of training samples, given their numbers below `train_samples`.
         parts: The held-out samples of each evaluation part.
         evaluation_batch: Makes a batch of held-out samples.
-        sampling: How an epoch's training samples are drawn; None: each one once.
+        sampling: How an epoch samples the training data; None: each sample once.
     """
 
     train_samples: int
@@ -62,7 +62,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What a task minimizes and reports.
+    """The loss that a task minimizes, and the metrics that it reports.
 
     Attributes:
         loss: Maps the module and a batch to the batch's summed loss, a float32 scalar; None if the

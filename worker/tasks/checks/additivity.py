@@ -2,7 +2,7 @@
 
 The check is for losses that users wrote, in a script or in a package. A float64 copy of the model
 computes the loss and gradients of several samples together and of each alone, in training mode.
-Its weights are perturbed first: a tensor that is initialized to zero, like LoRA's B, would hide a
+Its weights are perturbed first: a tensor that is initialized to zero, like LoRA's B, hides a
 penalty on it. After some steps the check is repeated with the current weights.
 """
 
@@ -35,7 +35,7 @@ from worker.tasks.base.task import DrawsBatches, ReadsFiles, Task
 
 _COPY_ELEMENTS: Final = 1 << 27
 """Largest model that is copied in float64: 1 GiB."""
-_KEPT_ELEMENTS: Final = 1 << 26
+_RECHECKED_ELEMENTS: Final = 1 << 26
 """Largest model whose copy stays in memory until the second check."""
 _SMALL_ELEMENTS: Final = 1 << 20
 """Largest model that is checked with eight samples and all levels of draws; larger ones use three
@@ -98,7 +98,7 @@ def sum_trial_of(task: Task) -> SumTrial | None:
 
 @dataclass(frozen=True, slots=True)
 class _Mode:
-    """How to compute a loss: mode of the module, level of draws, with or without gradients."""
+    """Settings of a trial: mode of the module, level of random draws, with or without gradients."""
 
     training: bool
     level: float
@@ -148,7 +148,7 @@ class SumTrial:
         self._sample_count = 8 if is_small else 3 if is_medium else 2
         self._levels = LEVELS if is_small else LEVELS[:2]
         self._names = [tensor.name for block in task.manifest.blocks for tensor in block.tensors]
-        self._module, self._is_float64 = self._copy(is_float64=True)
+        self._module, self._is_float64 = self._copy_module(is_float64=True)
 
     def check(self) -> None:
         """Check the loss before the run.
@@ -158,18 +158,18 @@ class SumTrial:
             DataError: The loss is not finite, or raises.
         """
         if self._task.manifest.train_samples > 1:
-            self._run_in_float64_if_possible(lambda: self._try(0, perturb=True))
+            self._run_in_float64_if_possible(lambda: self._check_samples(0, perturb=True))
             if self._module is not self._original and (
                 any(map(hooks_need_backward, self._trained_originals().values()))
                 or self._reaches_the_original()
             ):
                 copied_module, self._module = (self._module, self._is_float64), self._original
                 self._is_float64 = False
-                self._run_in_float64_if_possible(lambda: self._try(0, perturb=True))
+                self._run_in_float64_if_possible(lambda: self._check_samples(0, perturb=True))
                 self._module, self._is_float64 = copied_module
         if (
             self._module is None
-            or self._elements > _KEPT_ELEMENTS
+            or self._elements > _RECHECKED_ELEMENTS
             or self._module is self._original
         ):
             self.close()
@@ -190,7 +190,7 @@ class SumTrial:
             self._module.to(self._device)
             self._load(parameters)
             try:
-                self._try(_CANDIDATES, perturb=False)
+                self._check_samples(_CANDIDATES, perturb=False)
             except _RaisedError:
                 pass  # the run itself will raise the error
             except NotASum as error:
@@ -204,16 +204,16 @@ class SumTrial:
     # The check.
 
     def _run_in_float64_if_possible(self, attempt: Callable[[], None]) -> None:
-        """Run the attempt in float64 if the model supports it, else in the model's dtypes."""
+        """Run `attempt` in float64 if the model supports it, else in the model's dtypes."""
         try:
             attempt()
         except _RaisedError as raised:
             if not self._is_float64:
                 raise self._describe_failure(raised) from raised.error
-            self._module, self._is_float64 = self._copy(is_float64=False)
+            self._module, self._is_float64 = self._copy_module(is_float64=False)
             self._run_in_float64_if_possible(attempt)
 
-    def _try(self, offset: int, *, perturb: bool) -> None:
+    def _check_samples(self, offset: int, *, perturb: bool) -> None:
         assert self._module is not None
         samples = _Samples(self._task, offset, self._sample_count, self._device)
         if not samples.numbers:
@@ -225,11 +225,11 @@ class SumTrial:
             self._perturbed(should_perturb=perturb),
             suppress(TooManyDrawsError),
         ):
-            self._try_at_these_weights(samples, is_brief=is_brief)
+            self._check_at_current_weights(samples, is_brief=is_brief)
 
-    def _try_at_these_weights(self, samples: _Samples, *, is_brief: bool) -> None:
+    def _check_at_current_weights(self, samples: _Samples, *, is_brief: bool) -> None:
         mode = _Mode(training=True, level=LEVELS[0], gradients=self._has_gradients())
-        parts = self._choose(samples, mode)
+        parts = self._choose_samples(samples, mode)
         has_draws = self._check_sums(samples, mode, parts)
         if is_brief:
             return
@@ -240,7 +240,7 @@ class SumTrial:
         with suppress(_RaisedError):  # in evaluation mode some models take other arguments
             self._check_sums(samples, _Mode(False, LEVELS[0], False), None)
 
-    def _choose(self, samples: _Samples, mode: _Mode) -> Parts:
+    def _choose_samples(self, samples: _Samples, mode: _Mode) -> Parts:
         """Choose samples, if possible with gradients; return their single results."""
         trial, without_gradients, parts = self._trial(mode), [], Parts()
         last_evaluation: Evaluation | None = None
@@ -294,10 +294,10 @@ class SumTrial:
 
     def _refuse(self, discrepancy: Discrepancy, samples: _Samples, mode: _Mode) -> None:
         diagnosis = _Diagnosis.of(self._trial(mode), samples)
-        in_mode = ""
+        mode_text = ""
         if mode.training and self._adds_up_in_evaluation(samples, mode):
-            in_mode = " in training mode"
-        raise NotASum(_describe(discrepancy, diagnosis, in_mode), is_mean=diagnosis.is_mean)
+            mode_text = " in training mode"
+        raise NotASum(_describe(discrepancy, diagnosis, mode_text), is_mean=diagnosis.is_mean)
 
     def _adds_up_in_evaluation(self, samples: _Samples, mode: _Mode) -> bool:
         try:
@@ -365,7 +365,7 @@ class SumTrial:
         trial = LossTrial(self._module, self._compute_loss, self._trained_originals())
         samples = _Samples(self._task, 0, self._sample_count, self._device)
         try:
-            return bool(trial.evaluate(samples.first()).gradients)
+            return bool(trial.evaluate(samples.first_batch()).gradients)
         except Exception:  # noqa: BLE001 -- the check itself has passed
             return False
 
@@ -375,7 +375,7 @@ class SumTrial:
         parameters_by_name = dict(self._original.named_parameters())
         return {name: parameters_by_name[name] for name in self._names}
 
-    def _copy(self, *, is_float64: bool) -> tuple[nn.Module | None, bool]:
+    def _copy_module(self, *, is_float64: bool) -> tuple[nn.Module | None, bool]:
         """Copy the module; return it and whether it is in float64."""
         if self._elements > _COPY_ELEMENTS:
             return self._original, False
@@ -455,8 +455,8 @@ class SumTrial:
             for parameter in trained_parameters.values():
                 size = float(parameter.square().mean().sqrt()) if parameter.numel() else 0.0
                 scale = _PERTURBATION * size or 0.01
-                draws = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-                parameter.add_(draws.to(parameter.device), alpha=scale)
+                noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+                parameter.add_(noise.to(parameter.device), alpha=scale)
         try:
             yield
         finally:
@@ -466,7 +466,7 @@ class SumTrial:
 
 
 class _Samples:
-    """Samples spread over the data and over the kinds of labels, and their batches.
+    """Samples spread over the data and over the labels, and their batches.
 
     Args:
         task: The task that makes batches.
@@ -517,22 +517,22 @@ class _Samples:
         batch = self._task.batch(numbers)
         return {name: torch.tensor(array) for name, array in batch.arrays.items()}
 
-    def first(self) -> Arrays:
+    def first_batch(self) -> Arrays:
         """Make a batch of one sample."""
         return self.batch(self.numbers[:1])
 
     def candidates(self) -> list[int]:
-        """Return the candidates, starting with one for each kind of label."""
-        kinds: dict[object, int] = {}
+        """Return the candidates, starting with one for each label."""
+        numbers_by_label: dict[object, int] = {}
         other_numbers, size = [], 0
         for number in self.numbers:
             arrays = self._on_host([number])
             size += sum(array.nbytes for array in arrays.values())
-            if kinds.setdefault(_labels(arrays), number) != number:
+            if numbers_by_label.setdefault(_label_of(arrays), number) != number:
                 other_numbers.append(number)
             if size > _CANDIDATE_BYTES:
                 break
-        return [*kinds.values(), *other_numbers][: self._candidate_count]
+        return [*numbers_by_label.values(), *other_numbers][: self._candidate_count]
 
     def _draw_jointly(self, task: DrawsBatches) -> None:
         """Draw one large batch, so that a sample's random draws are the same in every batch."""
@@ -555,8 +555,8 @@ def _batch_arrays(batch: Batch) -> Mapping[str, np.ndarray[Any, Any]]:
     return batch.arrays
 
 
-def _labels(arrays: Arrays) -> object:
-    """Return the kind of a sample: its scalar integers."""
+def _label_of(arrays: Arrays) -> object:
+    """Return a sample's label: all of its whole numbers that are single elements."""
     return tuple(
         (name, float(array))
         for name, array in sorted(arrays.items())
@@ -582,7 +582,7 @@ class _Diagnosis:
         """Classify a loss by the first two chosen samples."""
         first_number, last_number = samples.chosen_numbers[0], samples.chosen_numbers[-1]
         try:
-            computed = [
+            evaluations = [
                 trial.evaluate(samples.batch(numbers))
                 for numbers in (
                     [first_number],
@@ -594,9 +594,9 @@ class _Diagnosis:
         except Exception:  # noqa: BLE001 -- only the message depends on it
             return _Diagnosis(is_mean=False, constant_term=None)
         first_loss, last_loss, pair_loss, doubled_loss = (
-            evaluation.loss for evaluation in computed
+            evaluation.loss for evaluation in evaluations
         )
-        epsilon = max(evaluation.epsilon for evaluation in computed)
+        epsilon = max(evaluation.epsilon for evaluation in evaluations)
         tolerance = _EQUAL_SPACINGS * epsilon * max(map(abs, (first_loss, last_loss, pair_loss)))
         constant = 2 * first_loss - doubled_loss
         is_constant_in_pair = abs(first_loss + last_loss - pair_loss - constant) <= tolerance
@@ -607,11 +607,11 @@ class _Diagnosis:
         return _Diagnosis(is_mean and not has_constant, constant if has_constant else None)
 
 
-def _describe(discrepancy: Discrepancy, diagnosis: _Diagnosis, in_mode: str) -> str:
+def _describe(discrepancy: Discrepancy, diagnosis: _Diagnosis, mode_text: str) -> str:
     sums_text = (
         f"{discrepancy.batch_loss:.9g} for a batch of {len(discrepancy.part_losses) - 1} samples "
         f"and the first one again, and {sum(discrepancy.part_losses):.9g} as the sum over these "
-        f"samples alone{in_mode}"
+        f"samples alone{mode_text}"
     )
     if diagnosis.is_mean:
         return (
@@ -630,11 +630,11 @@ def _describe(discrepancy: Discrepancy, diagnosis: _Diagnosis, in_mode: str) -> 
         return (
             f"expected gradients that add up over samples, got a gradient of "
             f"{discrepancy.tensor!r} for a batch that differs by {discrepancy.difference:.3g} from "
-            f"the sum over its samples{in_mode}, though the loss adds up: the result would depend "
-            "on how many samples a microbatch has; remove what works across the batch in backward "
-            "(scale_grad_by_freq, a Function or hook that normalizes) and state that one call "
-            "leaves to the next (a moving average, a memory bank); a penalty on weights belongs in "
-            "the optimizer's weight_decay"
+            f"the sum over its samples{mode_text}, though the loss adds up: the result would "
+            "depend on the number of samples in a microbatch; remove code that works across the "
+            "batch in backward (scale_grad_by_freq, a Function or hook that normalizes) and state "
+            "that one call leaves to the next (a moving average, a memory bank); a penalty on "
+            "weights belongs in the optimizer's weight_decay"
         )
     return (
         f"expected a loss that adds up over samples, got {sums_text}: a loss across samples "

@@ -7,8 +7,8 @@ are allowed: entries may be added or removed, and so may values that the first c
 
 `worker.shell.hidden_state_check` and `worker.tasks.checks.additivity` compare results, so they miss
 state with no effect on the calls that they make: a counter that acts in every fiftieth call, a
-generator whose draws are not used yet. Such a run would end with exit code 0, and its weights would
-depend on which worker computed what. Before training, this walk refuses such state
+generator whose draws are not used yet. Such a run ends with exit code 0, and its weights depend on
+the assignment of microbatches to workers. Before training, this walk refuses such state
 (`refuse_changes`); after training, it finds and names generators and tensors that affect no
 gradient yet.
 """
@@ -55,7 +55,7 @@ Digests = Mapping[str, tuple[tuple[int, ...], str]]
 """Shape and digest of each tensor, by its name in errors."""
 _WORDS_PER_SUM: Final = 1024
 """Words of a tensor that a card adds up as integers, so that only sums are copied to the host; a
-changed bit changes its sum."""
+changed_paths bit changes its sum."""
 
 _OBJECTS: Final = 50_000
 """Most objects to visit, the nearest first."""
@@ -64,9 +64,9 @@ _ENTRIES: Final = 256
 _ELEMENTS: Final = 4096
 """Most elements of an array to digest, evenly spread."""
 _MESSAGE_CHARACTERS: Final = 60
-_OF_MODULE: Final = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
+_MODULE_MEMBER: Final = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
 _DOT: Final = r".\1"
-"""Replaces `_OF_MODULE` in the path to a tensor: users know it by its name in the state dict."""
+"""Replacement of `_MODULE_MEMBER` in a tensor's path: users know its name in the state dict."""
 
 _SCALAR_TYPES = bool, int, float, complex, str, bytes, bytearray, array, np.generic, type(None)
 _METHODS = MethodType | BuiltinMethodType | MethodWrapperType
@@ -79,13 +79,13 @@ _Members = Iterator[tuple[str, object]]
 
 
 class Fingerprint(str):
-    """The digest of a tensor or a generator, with a prefix for the kind."""
+    """The digest of a tensor or a generator, after a description of the object."""
 
     __slots__ = ()
 
     @property
-    def kind(self) -> str:
-        """Return dtype and shape."""
+    def description(self) -> str:
+        """Return the class and the shape of a tensor, or a generator's class and " at"."""
         return self.rpartition(" ")[0]
 
 
@@ -98,7 +98,7 @@ def reachable_tensors(roots: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """Return the tensors reachable from `roots`, by their path from their names."""
     walk = _Walk()
     walk.visit_all(roots)
-    return {_OF_MODULE.sub(_DOT, path): tensor for path, tensor in walk.tensors.items()}
+    return {_MODULE_MEMBER.sub(_DOT, path): tensor for path, tensor in walk.tensors.items()}
 
 
 def reachable_generators(roots: Mapping[str, object]) -> dict[str, object]:
@@ -109,7 +109,7 @@ def reachable_generators(roots: Mapping[str, object]) -> dict[str, object]:
 
 
 def find_changed_state(first_state: State, second_state: State) -> str | None:
-    """Name a generator or a tensor that changed between two calls on the same samples.
+    """Name a generator or a tensor that changed_paths between two calls on the same samples.
 
     Other calls happen between the two, so these may differ: a number (the longest sample so far), a
     tensor that was recreated in another shape, and an entry of a list.
@@ -122,23 +122,24 @@ def find_changed_state(first_state: State, second_state: State) -> str | None:
             or old_value == new_value
         ):
             continue
-        is_generator = old_value.kind.endswith(" at")
-        if is_generator or (old_value.kind == new_value.kind and not _ELEMENT.search(path)):
+        is_generator = old_value.description.endswith(" at")
+        has_same_shape = old_value.description == new_value.description
+        if is_generator or (has_same_shape and not _ELEMENT.search(path)):
             return _name_of(path)
     return None
 
 
 def find_likely_cause(first_state: State, second_state: State) -> str | None:
-    """Name the value that most likely causes a difference: a changed value, else a new one.
+    """Name the value that most likely causes a difference: a changed value, or else a new value.
 
     Tensors come before numbers, entries of containers before attributes.
     """
-    changed = [
+    changed_paths = [
         path
         for path in first_state.keys() & second_state.keys()
         if first_state[path] != second_state[path]
     ]
-    suspects = changed or list(second_state.keys() - first_state.keys())
+    suspects = changed_paths or list(second_state.keys() - first_state.keys())
 
     def likelihood(path: str) -> tuple[bool, bool, str]:
         return not isinstance(second_state[path], Fingerprint), "[" not in path, path
@@ -147,7 +148,7 @@ def find_likely_cause(first_state: State, second_state: State) -> str | None:
 
 
 def _name_of(path: str) -> str:
-    return _OF_MODULE.sub(_DOT, path)
+    return _MODULE_MEMBER.sub(_DOT, path)
 
 
 class Containers:
@@ -185,10 +186,10 @@ def _contents(container: Any) -> list[object]:
 
 
 def refuse_changes(first_state: State, second_state: State) -> None:
-    """Refuse state that changed between two calls on the same samples.
+    """Refuse state that changed_paths between two calls on the same samples.
 
     Raises:
-        DataError: State changed; the message names it.
+        DataError: State changed_paths; the message names it.
     """
     for path, old_value in first_state.items():
         new_value = second_state.get(path, old_value)
@@ -202,7 +203,7 @@ def refuse_changes(first_state: State, second_state: State) -> None:
                 "generator, which are seeded for each microbatch"
             )
             raise DataError(
-                f"expected a model, loss, collator and data set that keep nothing from one call "
+                f"expected a model, loss, collator and data set that keep no state from one call "
                 f"to the next, got {_name_of(path)}, which goes from {_abbreviated(old_value)} to "
                 f"{_abbreviated(new_value)} on the same samples: {remedy}"
             )
@@ -255,7 +256,7 @@ class _Walk:
             if isinstance(value, torch.Tensor):
                 self.tensors[path] = value
             if counts:
-                self._state[path] = _elements(value)
+                self._state[path] = _digest_elements(value)
         else:
             counts = _counts_as_state(value, counted_above=counts)
             if counts:
@@ -300,7 +301,7 @@ def position_of(value: object) -> str | None:
         return Fingerprint(f"{type(value).__name__} at {digest}")
 
 
-def _elements(value: torch.Tensor | np.ndarray[Any, Any]) -> int | str:
+def _digest_elements(value: torch.Tensor | np.ndarray[Any, Any]) -> int | str:
     """Digest an array's elements, or a sample of many; 0 for parameters, which updates change."""
     if isinstance(value, nn.Parameter) and value.requires_grad:
         return 0
@@ -327,8 +328,9 @@ def _counts_as_state(value: object, *, counted_above: bool) -> bool:
         return is_user_file(value.__code__.co_filename)
     if isinstance(value, nn.Module | SimpleNamespace | Iterator):
         return True
-    kind = value if isinstance(value, type) else type(value)
-    return any(True for _ in _users_functions(kind)) or kind.__module__ == "__main__"
+    value_class = value if isinstance(value, type) else type(value)
+    has_user_code = any(True for _ in _users_functions(value_class))
+    return has_user_code or value_class.__module__ == "__main__"
 
 
 def _members(path: str, value: Any) -> _Members:
@@ -351,48 +353,49 @@ def _members(path: str, value: Any) -> _Members:
         case BuiltinMethodType() | MethodWrapperType():
             yield path, value.__self__
         case FunctionType():
-            yield from _of_function(path, value)
+            yield from _function_members(path, value)
         case type():
-            yield from _of_class(value)
+            yield from _class_members(value)
         case GeneratorType():
             if value.gi_frame is not None:
-                yield f"{path} (where it stands)", value.gi_frame.f_lasti
+                yield f"{path} (its position)", value.gi_frame.f_lasti
                 yield from _attributes(path, value.gi_frame.f_locals)
         case Iterator():
-            yield f"{path} (what is left)", operator.length_hint(value, -1)
+            yield f"{path} (its remaining length)", operator.length_hint(value, -1)
             yield from ((path, entry) for entry in gc.get_referents(value))
-            yield from _of_instance(path, value)
+            yield from _instance_members(path, value)
         case _:
-            yield from _of_instance(path, value)
+            yield from _instance_members(path, value)
 
 
 def _attributes(path: str, values_by_name: Mapping[str, object]) -> _Members:
     return ((f"{path}.{name}", value) for name, value in list(values_by_name.items()))
 
 
-def _of_instance(path: str, value: object) -> _Members:
+def _instance_members(path: str, value: object) -> _Members:
     """Yield attributes; for some library objects only those that the user's classes mention."""
-    kind = type(value)
+    value_class = type(value)
     attributes = dict(getattr(value, "__dict__", {}))
-    if getattr(kind, "only_own_names", False):
-        names = {n for function in _users_functions(kind) for n in _names(function.__code__)}
-        attributes = {name: function for name, function in attributes.items() if name in names}
+    if getattr(value_class, "only_own_names", False):
+        functions = _users_functions(value_class)
+        names = {name for function in functions for name in _mentioned_names(function.__code__)}
+        attributes = {name: member for name, member in attributes.items() if name in names}
     yield from _attributes(path, attributes)
-    for slot in (s for function in kind.__mro__ for s in _slots(function)):
+    for slot in (slot for base_class in value_class.__mro__ for slot in _slots(base_class)):
         if hasattr(value, slot):
             yield f"{path}.{slot}", getattr(value, slot)
-    yield kind.__name__, kind
+    yield value_class.__name__, value_class
 
 
-def _slots(kind: type) -> Iterable[str]:
-    slots = vars(kind).get("__slots__", ()) if _functions(kind) else ()
+def _slots(owner: type) -> Iterable[str]:
+    slots = vars(owner).get("__slots__", ()) if _functions(owner) else ()
     slot_names = (slots,) if isinstance(slots, str) else slots
     return [name for name in slot_names if not name.startswith("__")]
 
 
-def _of_class(kind: type) -> _Members:
-    """Yield attributes and functions of an object's user classes."""
-    for base_class in kind.__mro__:
+def _class_members(owner: type) -> _Members:
+    """Yield attributes and functions of a class and its bases, as far as users wrote them."""
+    for base_class in owner.__mro__:
         if any(is_user_file(f.__code__.co_filename) for f in _functions(base_class)):
             for name, value in list(vars(base_class).items()):
                 if not name.startswith("__") and not hasattr(type(value), "__get__"):
@@ -400,21 +403,21 @@ def _of_class(kind: type) -> _Members:
             yield from ((f"{base_class.__name__}.{f.__name__}", f) for f in _functions(base_class))
 
 
-def _functions(kind: type) -> list[FunctionType]:
+def _functions(owner: type) -> list[FunctionType]:
     functions = []
-    for value in list(vars(kind).values()):
+    for value in list(vars(owner).values()):
         inner = getattr(value, "fget", None) or getattr(value, "__func__", value)
         if isinstance(inner, FunctionType):
             functions.append(inner)
     return functions
 
 
-def _users_functions(kind: type) -> Iterator[FunctionType]:
-    for base_class in kind.__mro__:
+def _users_functions(owner: type) -> Iterator[FunctionType]:
+    for base_class in owner.__mro__:
         yield from (f for f in _functions(base_class) if is_user_file(f.__code__.co_filename))
 
 
-def _of_function(path: str, function: FunctionType) -> _Members:
+def _function_members(path: str, function: FunctionType) -> _Members:
     """Yield a function's defaults, attributes and closure; for user functions also the globals."""
     yield f"{path} (its defaults)", function.__defaults__
     yield f"{path} (its defaults)", function.__kwdefaults__
@@ -424,7 +427,7 @@ def _of_function(path: str, function: FunctionType) -> _Members:
             yield f"{path}.{name}", cell.cell_contents
     if not is_user_file(function.__code__.co_filename):
         return
-    names = _names(function.__code__)
+    names = _mentioned_names(function.__code__)
     for name in names & function.__globals__.keys():
         value = function.__globals__[name]
         if isinstance(value, ModuleType) and is_user_file(getattr(value, "__file__", None) or "<"):
@@ -435,10 +438,10 @@ def _of_function(path: str, function: FunctionType) -> _Members:
         yield f"the global {name}", value
 
 
-def _names(code: CodeType) -> set[str]:
+def _mentioned_names(code: CodeType) -> set[str]:
     """Return the globals and attributes that a function and its inner functions mention."""
     inner_codes = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return set(code.co_names).union(*map(_names, inner_codes))
+    return set(code.co_names).union(*map(_mentioned_names, inner_codes))
 
 
 # Frozen tensors of a module: all elements.
@@ -455,7 +458,7 @@ def frozen_tensors(module: nn.Module) -> Digests:
     return {
         name: (tuple(tensor.shape), digest)
         for name, tensor in tensors.items()
-        if (digest := _digest(tensor)) is not None
+        if (digest := _digest_tensor(tensor)) is not None
     }
 
 
@@ -468,7 +471,7 @@ def find_changed_tensor(first_digests: Digests, second_digests: Digests) -> str 
     return None
 
 
-def _digest(tensor: torch.Tensor) -> str | None:
+def _digest_tensor(tensor: torch.Tensor) -> str | None:
     """Digest a tensor; None if its elements cannot be read (meta, sparse)."""
     local = getattr(
         tensor, "_local_tensor", tensor

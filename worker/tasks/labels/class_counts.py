@@ -1,8 +1,9 @@
 """Evaluation metrics of a classifier, and the sums from which they are computed.
 
-An evaluation part sends only the nonzero cells of its confusion matrix: at most `PART_SAMPLES` of
-them, which fit in one message for any number of classes. For multi-label data it sends hits, misses
-and false alarms, by class if those of all classes fit in one message.
+An evaluation part sends the nonzero cells of its confusion matrix: at most `PART_SAMPLES` of them,
+which fit in one message. With more than `CLASSES_IN_FULL` classes it sends only the numbers of
+samples and of correct ones. For multi-label data it sends hits, misses and false alarms, by class
+with at most `LABELS_IN_FULL` labels.
 """
 
 from __future__ import annotations
@@ -58,19 +59,20 @@ def label_sums(true: NDArray[np.bool_], predicted: NDArray[np.bool_]) -> Sums:
     exact = int((true == predicted).all(axis=1).sum())
     sums: dict[str, float] = {"samples": len(true), "exact": exact}
     counts = {"hit": true & predicted, "missed": true & ~predicted, "false": ~true & predicted}
-    for kind, cells in counts.items():
+    for outcome, cells in counts.items():
         if true.shape[1] > LABELS_IN_FULL:
-            sums[kind] = int(cells.sum())
+            sums[outcome] = int(cells.sum())
         else:
-            sums |= {f"{kind}{n}": int(count) for n, count in enumerate(cells.sum(axis=0)) if count}
+            by_class = enumerate(cells.sum(axis=0))
+            sums |= {f"{outcome}{number}": int(count) for number, count in by_class if count}
     return sums
 
 
 def label_metrics(names: Sequence[str]) -> tuple[Metric, ...]:
-    """Return micro F1, the share of texts whose labels are all correct, and F1 by class.
+    """Return micro F1, the fraction of texts whose labels are all correct, macro F1, F1 by class.
 
     Args:
-        names: Names of the classes; above `LABELS_IN_FULL` there is no F1 by class.
+        names: Names of the classes; above `LABELS_IN_FULL` there are no F1 by class and macro F1.
     """
     exact = Metric(name="exact_match", numerator={"exact": 1}, denominator={"samples": 1})
     if len(names) > LABELS_IN_FULL:
@@ -88,7 +90,7 @@ def label_metrics(names: Sequence[str]) -> tuple[Metric, ...]:
 def _f1_of(name: str, classes: Sequence[str]) -> Metric:
     """Return 2 hits / (2 hits + misses + false alarms), each summed over these classes."""
     hits = {f"hit{number}": 2.0 for number in classes}
-    errors = {f"{kind}{number}": 1.0 for kind in ("missed", "false") for number in classes}
+    errors = {f"{outcome}{number}": 1.0 for outcome in ("missed", "false") for number in classes}
     return Metric(name=name, numerator=hits, denominator=hits | errors)
 
 
@@ -96,7 +98,8 @@ def class_metrics(names: Sequence[str], majority: int) -> tuple[Metric, ...]:
     """Return accuracy, the accuracy of the majority class as a baseline, F1, and confusion counts.
 
     Args:
-        names: Names of the classes, by number.
+        names: Names of the classes, by number; above `CLASSES_IN_FULL` there is only accuracy,
+            above `CONFUSION_CLASSES` there are no confusion counts.
         majority: The class with the most training samples.
     """
     if len(names) > CLASSES_IN_FULL:

@@ -22,7 +22,7 @@ from worker.data import holdout
 from worker.data.disk_arrays import DiskArrays
 from worker.data.labeled_data import LabeledTexts, read_labeled_texts
 from worker.models import pretrained
-from worker.models.tokens import check_tokens, tokenizer_files, with_added_tokens
+from worker.models.tokens import add_tokens_to_model, check_tokens, tokenizer_files
 from worker.models.trainable_model import TrainableModel
 from worker.tasks.base.transformer import (
     ROWS,
@@ -45,7 +45,7 @@ from worker.tasks.labels.result_info import result_info
 
 
 class Classify(TransformerTask):
-    """Batches are those of `LabeledSamples`."""
+    """The task classify; its batches are those of `LabeledSamples`."""
 
     def __init__(self, spec: ClassifyRun) -> None:
         data = read_labeled_texts(spec)
@@ -54,12 +54,12 @@ class Classify(TransformerTask):
         loaded = pretrained.load_classifier(
             spec.model, names, samples.padding, spec.seed, problem=problem
         )
-        loaded = with_added_tokens(loaded, spec.model, data.tokenizer)
+        loaded = add_tokens_to_model(loaded, spec.model, data.tokenizer)
         model = TrainableModel.of(loaded, spec.model, spec.lora, "SEQ_CLS", spec.seed)
         pretrained.check_length(loaded.model, spec.data.max_tokens)
         check_tokens(max(samples.padding, samples.tokens.max_element), loaded.vocabulary)
         subset = holdout.evaluation_subset(len(data.held_out), spec.data.holdout_samples, spec.seed)
-        parts = parts_of_like_length(samples.tokens, data.held_out[subset], spec.seed)
+        parts = parts_of_similar_length(samples.tokens, data.held_out[subset], spec.seed)
         info = result_info(
             spec,
             names,
@@ -89,7 +89,7 @@ VALUE: Final = "value"
 """The name of a regression's only output."""
 
 
-def parts_of_like_length(tokens: DiskArrays, held_out: Rows, seed: int) -> list[Rows]:
+def parts_of_similar_length(tokens: DiskArrays, held_out: Rows, seed: int) -> list[Rows]:
     """Divide held-out texts into parts of similar length, for less padding.
 
     The parts are shuffled: neighboring ones go to the same worker, which would get all long texts.
@@ -103,7 +103,7 @@ def parts_of_like_length(tokens: DiskArrays, held_out: Rows, seed: int) -> list[
 def class_loss(
     module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Return the cross-entropy, weighted if the batch says so, summed over samples."""
+    """Return the cross-entropy, weighted if the batch has weights, summed over samples."""
     logits, labels = logits_of(module, arrays, options), arrays["labels"]
     if "weights" not in arrays:
         return nn.functional.cross_entropy(logits, labels, reduction="sum")
@@ -112,10 +112,10 @@ def class_loss(
     return (losses * weights).sum()
 
 
-def labels_loss(
+def multi_label_loss(
     module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Return the sum over samples of each one's mean binary cross-entropy over classes."""
+    """Return each sample's mean binary cross-entropy over classes, summed over samples."""
     logits = logits_of(module, arrays, options)
     losses = nn.functional.binary_cross_entropy_with_logits(
         logits, arrays["labels"], reduction="none"
@@ -123,7 +123,7 @@ def labels_loss(
     return losses.mean(dim=1).sum()
 
 
-def value_loss(
+def regression_loss(
     module: nn.Module, arrays: Mapping[str, Any], options: Mapping[str, Any]
 ) -> torch.Tensor:
     """Return the squared error, summed over samples."""
@@ -150,7 +150,7 @@ def _multi_label(data: LabeledTexts, options: Mapping[str, Any]) -> Objective:
         return label_sums(arrays["labels"].cpu().numpy() > 0, predicted)
 
     metrics = label_metrics(data.names)
-    return Objective(partial(labels_loss, options=options), evaluate, metrics)
+    return Objective(partial(multi_label_loss, options=options), evaluate, metrics)
 
 
 def _regression(data: LabeledTexts, options: Mapping[str, Any]) -> Objective:
@@ -165,7 +165,7 @@ def _regression(data: LabeledTexts, options: Mapping[str, Any]) -> Objective:
             **pair_sums(arrays[ROWS].tolist(), x.tolist(), y.tolist()),
         }
 
-    return Objective(partial(value_loss, options=options), evaluate, _VALUE_METRICS)
+    return Objective(partial(regression_loss, options=options), evaluate, _VALUE_METRICS)
 
 
 _VALUE_METRICS: Final = (

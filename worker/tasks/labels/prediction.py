@@ -1,4 +1,4 @@
-"""Label new texts with the result of a classify run: `worker classify DIRECTORY TEXT...`.
+"""Label new texts with the result of a classify or tag run: `worker classify DIRECTORY TEXT...`.
 
 New texts are read, truncated and computed by the code of the run's evaluation.
 """
@@ -39,7 +39,7 @@ class Prediction:
         labels: The likeliest label. Multi-label: all labels with a probability above one half.
             Regression: none. Tags: one per word, with O for words beyond `max_tokens`.
         scores: The probability of each label; for regression the value, by its name.
-        problem: The kind of labels.
+        problem: single-label, multi-label or regression.
         is_tagged: Whether each word has a label.
     """
 
@@ -69,7 +69,7 @@ class Prediction:
 def classify(
     directory: Path, texts: Sequence[str], backend: Callable[[], Backend]
 ) -> Iterator[Prediction]:
-    """Label texts with the result of a `classify` run.
+    """Label texts with the result of a `classify` or `tag` run.
 
     Args:
         directory: The run's directory `adapter` or `model`.
@@ -81,26 +81,26 @@ def classify(
             or a text of a pair is missing.
     """
     info = ResultInfo.read(directory)
-    source, weights = info.base(directory), _weights(directory, info)
+    source, weights = info.base(directory), _weights_file(directory, info)
     model_source(source)
     with _open_weights(weights):
         pass
-    # These imports take seconds; the errors above should not wait for them.
+    # These imports take seconds: the errors above come first.
     from worker.models.tokens import check_tokens, load_tokenizer  # noqa: PLC0415
     from worker.tasks.labels.classify import class_loss  # noqa: PLC0415
 
-    is_partial = info.lora is None and not (directory / "tokenizer.json").is_file()
+    lacks_tokenizer = info.lora is None and not (directory / "tokenizer.json").is_file()
     tokenizer = load_tokenizer(
-        str(info.model.source) if is_partial else source, info.model.added_tokens
+        str(info.model.source) if lacks_tokenizer else source, info.model.added_tokens
     )
     padding = int(tokenizer.pad_token_id)
-    classifier = _model(directory, info, source, tokenizer)
+    classifier = _build_model(directory, info, source, tokenizer)
     loaded = classifier.loaded
     if info.task == "tag":
-        yield from _tagged(texts, tokenizer, classifier, info, _values(weights, classifier))
+        yield from _tag_texts(texts, tokenizer, classifier, info, _read_values(weights, classifier))
         return
-    inputs = _texts(texts, info)
-    samples = _encoded(inputs, tokenizer, info)
+    inputs = _group_pairs(texts, info)
+    samples = _encode(inputs, tokenizer, info)
     check_tokens(max(padding, samples.tokens.max_element), loaded.vocabulary)
     batches = [samples.batch(np.array([row])) for row in range(len(inputs))]
     trainable = classifier.trainable(
@@ -110,7 +110,7 @@ def classify(
         evaluate=partial(_scores, classifier, info),
     )
     program = backend().compile(trainable, batches[0])
-    program.load(_values(weights, classifier))
+    program.load(_read_values(weights, classifier))
     for text, batch in zip(inputs, batches, strict=True):
         sums = program.evaluate(batch)
         scores = {name: sums[str(number)] for number, name in enumerate(info.labels)}
@@ -118,14 +118,14 @@ def classify(
     program.close()
 
 
-def _model(directory: Path, info: ResultInfo, source: str, tokenizer: Any) -> TrainableModel:
+def _build_model(directory: Path, info: ResultInfo, source: str, tokenizer: Any) -> TrainableModel:
     """Load the base with its head and build the trained modules, without their values.
 
     Raises:
         DataError: The base has other weights than the one that the run trained.
     """
     from worker.models.pretrained import load_classifier, load_tagger  # noqa: PLC0415
-    from worker.models.tokens import with_added_tokens  # noqa: PLC0415
+    from worker.models.tokens import add_tokens_to_model  # noqa: PLC0415
     from worker.models.trainable_model import TrainableModel  # noqa: PLC0415
 
     model = info.model.model_copy(update={"source": source})
@@ -135,9 +135,9 @@ def _model(directory: Path, info: ResultInfo, source: str, tokenizer: Any) -> Tr
     else:
         padding = int(tokenizer.pad_token_id)
         loaded = load_classifier(model, info.labels, padding, info.seed, problem=info.problem)
-    loaded = with_added_tokens(loaded, model, tokenizer)
-    kind: TaskType = "TOKEN_CLS" if info.task == "tag" else "SEQ_CLS"
-    trainable_model = TrainableModel.of(loaded, model, info.lora, kind, info.seed, heads=heads)
+    loaded = add_tokens_to_model(loaded, model, tokenizer)
+    task_type: TaskType = "TOKEN_CLS" if info.task == "tag" else "SEQ_CLS"
+    trainable_model = TrainableModel.of(loaded, model, info.lora, task_type, info.seed, heads=heads)
     if info.lora is not None and loaded.weights_digest != info.base_weights:
         raise DataError(
             f"the model {source!r} is not the one that {str(directory)!r} was trained on: its "
@@ -146,7 +146,7 @@ def _model(directory: Path, info: ResultInfo, source: str, tokenizer: Any) -> Tr
     return trainable_model
 
 
-def _tagged(
+def _tag_texts(
     texts: Sequence[str],
     tokenizer: Any,
     tagger: TrainableModel,
@@ -182,7 +182,7 @@ def _tagged(
             yield Prediction(tuple(words), tuple(tags), {}, info.problem, is_tagged=True)
 
 
-def _texts(texts: Sequence[str], info: ResultInfo) -> list[tuple[str, ...]]:
+def _group_pairs(texts: Sequence[str], info: ResultInfo) -> list[tuple[str, ...]]:
     # A run strips spaces around texts when it reads its data.
     stripped_texts = [text.strip() for text in texts]
     if not info.has_pairs:
@@ -195,7 +195,7 @@ def _texts(texts: Sequence[str], info: ResultInfo) -> list[tuple[str, ...]]:
     return [*zip(stripped_texts[::2], stripped_texts[1::2], strict=True)]
 
 
-def _encoded(inputs: Sequence[tuple[str, ...]], tokenizer: Any, info: ResultInfo) -> LabeledSamples:
+def _encode(inputs: Sequence[tuple[str, ...]], tokenizer: Any, info: ResultInfo) -> LabeledSamples:
     from worker.data.labeled_data import LabeledSamples, encode_pairs, encode_texts  # noqa: PLC0415
 
     types = None
@@ -241,7 +241,7 @@ def _heads(directory: Path) -> list[str] | None:
     return list(dict.fromkeys(map(str, modules))) if modules else None
 
 
-def _weights(directory: Path, info: ResultInfo) -> Path:
+def _weights_file(directory: Path, info: ResultInfo) -> Path:
     name = "model.safetensors" if info.lora is None else "adapter_model.safetensors"
     return directory / name
 
@@ -255,7 +255,7 @@ def _open_weights(path: Path) -> Iterator[Any]:
         raise DataError(f"cannot read the weights {str(path)!r}: {error}") from None
 
 
-def _values(path: Path, classifier: TrainableModel) -> list[Array]:
+def _read_values(path: Path, classifier: TrainableModel) -> list[Array]:
     """Read the trained tensors, one flat array per block.
 
     Raises:
@@ -266,12 +266,12 @@ def _values(path: Path, classifier: TrainableModel) -> list[Array]:
     name_of = adapter_name if classifier.lora else str
     with _open_weights(path) as tensors:
         names = tensors.keys()
-        stored = {name_of(name): name for name in names}
+        stored_names = {name_of(name): name for name in names}
         names_by_block = [
             [name_of(tensor.name) for tensor in block.tensors] for block in classifier.blocks
         ]
         values = [
-            [np.asarray(tensors.get_tensor(stored.get(name, name))) for name in block_names]
+            [np.asarray(tensors.get_tensor(stored_names.get(name, name))) for name in block_names]
             for block_names in names_by_block
         ]
     for block, arrays in zip(classifier.blocks, values, strict=True):

@@ -16,16 +16,16 @@ from protocol.spec.sections.model import LoraSpec, ModelSpec
 
 
 class ResultInfo(BaseModel):
-    """How a run read its texts, so that new texts are read the same way.
+    """The settings of a run's labels and texts, with which new texts are read and labeled.
 
     Attributes:
         task: The run's task.
         labels: Names of the labels, by number.
-        problem: The kind of labels.
+        problem: single-label, multi-label or regression.
         has_pairs: Whether a text is a pair of texts.
         max_tokens: Longer texts are truncated.
         seed: The run's seed, from which weights that the base lacks were drawn.
-        model: The base model and how it computes.
+        model: The section `model`, without an adapter.
         lora: The section `lora`; None for a model that was trained in full.
         base_weights: Digest of the base; see `Manifest.digests`.
         scale: Mean and deviation of the target of a regression. The predicted number is the

@@ -18,7 +18,7 @@ from protocol.spec.run_spec import TagRun
 from worker.data import holdout
 from worker.data.sequence_data import read_tagged_data
 from worker.models import pretrained
-from worker.models.tokens import IGNORED_LABEL, check_tokens, tokenizer_files, with_added_tokens
+from worker.models.tokens import IGNORED_LABEL, add_tokens_to_model, check_tokens, tokenizer_files
 from worker.models.trainable_model import TrainableModel
 from worker.tasks.base.transformer import (
     Objective,
@@ -31,9 +31,8 @@ from worker.tasks.base.transformer import (
 from worker.tasks.labels.result_info import result_info
 
 _PART_SAMPLES: Final = 16
-KINDS_IN_FULL: Final = 20
-"""Largest number of entity kinds for which F1 is also reported by kind: three counts of each kind,
-and two more, fit in a message."""
+ENTITY_TYPES_IN_FULL: Final = 20
+"""Most entity types with F1 by type: three counts of each and two more fit in a message."""
 
 
 class Tag(TransformerTask):
@@ -42,7 +41,7 @@ class Tag(TransformerTask):
     def __init__(self, spec: TagRun) -> None:
         data = read_tagged_data(spec)
         loaded = pretrained.load_tagger(spec.model, data.names, spec.seed)
-        loaded = with_added_tokens(loaded, spec.model, data.tokenizer)
+        loaded = add_tokens_to_model(loaded, spec.model, data.tokenizer)
         model = TrainableModel.of(loaded, spec.model, spec.lora, "TOKEN_CLS", spec.seed)
         pretrained.check_length(loaded.model, spec.data.max_tokens)
         check_tokens(data.max_token, loaded.vocabulary)
@@ -81,37 +80,37 @@ def _evaluate(
 
 
 def spans(tags: Sequence[str]) -> Iterator[tuple[str, int, int]]:
-    """Yield the entities of a sentence: kind, first word, end.
+    """Yield the entities of a sentence: type, first word, end.
 
     B-x begins an entity, and so does I-x or E-x that does not follow x. E-x (or L-x) is its last
     word, S-x (or U-x) an entity of one word. These are the rules of conlleval and seqeval.
     """
-    kind, start = "", 0
+    entity_type, start = "", 0
     for index, tag in enumerate([*tags, "O"]):
-        mark, name = _mark_and_kind(tag)
-        continues = mark in _INSIDE_MARKS and name == kind
-        if kind and not continues:
-            yield kind, start, index
-            kind = ""
+        mark, name = _mark_and_type(tag)
+        continues = mark in _INSIDE_MARKS and name == entity_type
+        if entity_type and not continues:
+            yield entity_type, start, index
+            entity_type = ""
         if mark and not continues:
-            kind, start = name, index
-        if kind and mark in _LAST_MARKS:
-            yield kind, start, index + 1
-            kind = ""
+            entity_type, start = name, index
+        if entity_type and mark in _LAST_MARKS:
+            yield entity_type, start, index + 1
+            entity_type = ""
 
 
 _FIRST_MARKS, _INSIDE_MARKS, _LAST_MARKS = frozenset("BSU"), frozenset("IEL"), frozenset("ELSU")
 
 
-def _mark_and_kind(tag: str) -> tuple[str, str]:
+def _mark_and_type(tag: str) -> tuple[str, str]:
     """Split a tag such as B-PER; both parts are empty if the tag marks no entity."""
-    mark, _, kind = tag.partition("-")
-    return (mark, kind) if mark in _FIRST_MARKS | _INSIDE_MARKS and kind else ("", "")
+    mark, _, entity_type = tag.partition("-")
+    return (mark, entity_type) if mark in _FIRST_MARKS | _INSIDE_MARKS and entity_type else ("", "")
 
 
-def _kinds(names: Sequence[str]) -> list[str]:
-    """Return the kinds of entities; none if the tags do not mark entities."""
-    return sorted({kind for _, kind in map(_mark_and_kind, names) if kind})
+def _entity_types(names: Sequence[str]) -> list[str]:
+    """Return the types of entities; an empty list if the tags do not mark entities."""
+    return sorted({entity_type for _, entity_type in map(_mark_and_type, names) if entity_type})
 
 
 def span_sums(pairs: Sequence[tuple[Sequence[str], Sequence[str]]], names: Sequence[str]) -> Sums:
@@ -121,8 +120,11 @@ def span_sums(pairs: Sequence[tuple[Sequence[str], Sequence[str]]], names: Seque
         pairs: True tags and the model's tags of each sentence.
         names: Names of all tags.
     """
-    kinds = _kinds(names)
-    number = {kind: str(n) if len(kinds) <= KINDS_IN_FULL else "" for n, kind in enumerate(kinds)}
+    entity_types = _entity_types(names)
+    number = {
+        entity_type: str(n) if len(entity_types) <= ENTITY_TYPES_IN_FULL else ""
+        for n, entity_type in enumerate(entity_types)
+    }
     sums: dict[str, float] = {"words": 0, "correct": 0}
     for true, predicted in pairs:
         sums["words"] += len(true)
@@ -133,27 +135,32 @@ def span_sums(pairs: Sequence[tuple[Sequence[str], Sequence[str]]], names: Seque
             ("missed", true_spans - predicted_spans),
             ("false", predicted_spans - true_spans),
         ):
-            for kind, _, _ in matches:
-                key = f"{count}{number[kind]}"
+            for entity_type, _, _ in matches:
+                key = f"{count}{number[entity_type]}"
                 sums[key] = sums.get(key, 0) + 1
     return sums
 
 
 def span_metrics(names: Sequence[str]) -> tuple[Metric, ...]:
-    """Return word accuracy and the F1 of entities, also by kind if there are at most
-    `KINDS_IN_FULL`."""
+    """Return the F1 of entities, word accuracy, and F1 by type of entity.
+
+    Without entities there is only accuracy; above `ENTITY_TYPES_IN_FULL` types, no F1 by type.
+    """
     accuracy = Metric(name="accuracy", numerator={"correct": 1}, denominator={"words": 1})
-    kinds = _kinds(names)
-    if not kinds:
+    entity_types = _entity_types(names)
+    if not entity_types:
         return (accuracy,)
-    if len(kinds) > KINDS_IN_FULL:
+    if len(entity_types) > ENTITY_TYPES_IN_FULL:
         return (Metric(name="f1", **_f1([""])), accuracy)
-    overall_f1 = Metric(name="f1", **_f1([str(n) for n in range(len(kinds))]))
-    by_kind = [Metric(name=f"f1[{kind}]", **_f1([str(n)])) for n, kind in enumerate(kinds)]
-    return (overall_f1, accuracy, *by_kind)
+    overall_f1 = Metric(name="f1", **_f1([str(n) for n in range(len(entity_types))]))
+    by_type = [
+        Metric(name=f"f1[{entity_type}]", **_f1([str(n)]))
+        for n, entity_type in enumerate(entity_types)
+    ]
+    return (overall_f1, accuracy, *by_type)
 
 
 def _f1(numbers: Sequence[str]) -> dict[str, Any]:
     hits = {f"hit{number}": 2.0 for number in numbers}
-    errors = {f"{kind}{number}": 1.0 for kind in ("missed", "false") for number in numbers}
+    errors = {f"{outcome}{number}": 1.0 for outcome in ("missed", "false") for number in numbers}
     return Ratio(numerator=hits, denominator=hits | errors).model_dump()

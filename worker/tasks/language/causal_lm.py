@@ -21,7 +21,7 @@ from worker.data import holdout
 from worker.data.language_data import read_language_data
 from worker.data.packing import check_packing
 from worker.models import pretrained
-from worker.models.tokens import IGNORED_LABEL, check_tokens, tokenizer_files, with_added_tokens
+from worker.models.tokens import IGNORED_LABEL, add_tokens_to_model, check_tokens, tokenizer_files
 from worker.models.trainable_model import TrainableModel
 from worker.tasks.base.transformer import Objective, Split, TransformerTask, split_into_parts
 
@@ -81,7 +81,7 @@ def load_model(spec: ModelRun, tokenizer: Any) -> pretrained.Pretrained:
         loaded = pretrained.create_causal_lm(spec, len(tokenizer), end)
     pretrained.check_length(loaded.model, spec.data.max_tokens)
     source = None if spec.tokenizer is None else spec.tokenizer.source
-    return with_added_tokens(loaded, spec.model, tokenizer, source)
+    return add_tokens_to_model(loaded, spec.model, tokenizer, source)
 
 
 def token_loss(

@@ -34,7 +34,7 @@ from worker.distillation.captured_samples import CapturedSamples
 from worker.distillation.distillation_loss import IGNORED_LABEL, DistillationLoss, teacher_arrays
 from worker.models import pretrained
 from worker.models.initial_values import InitialValues
-from worker.models.tokens import load_tokenizer, tokenizer_files, tokenizer_in
+from worker.models.tokens import load_saved_tokenizer, load_tokenizer, tokenizer_files
 from worker.models.trainable_model import TrainableModel
 from worker.tasks.language.causal_lm import METRICS
 
@@ -58,8 +58,8 @@ class Distil:
         self._layout = layout = capture_facts.layout
         self._temperature = spec.distil.temperature
         self._loss = DistillationLoss.of(spec.distil, layout)
-        tokenizer = _tokenizer(spec, directory, capture_facts.tokenizer)
-        loaded = _student(spec, tokenizer, layout.vocabulary)
+        tokenizer = _load_tokenizer(spec, directory, capture_facts.tokenizer)
+        loaded = _load_student(spec, tokenizer, layout.vocabulary)
         _check_length(spec, loaded, layout.tokens)
         model = TrainableModel.of(loaded, spec.model, spec.lora, "CAUSAL_LM", spec.seed)
         self._initial = InitialValues(model.initial_values())
@@ -101,12 +101,12 @@ class Distil:
         self.trainable = model.trainable(
             spec.seed,
             spec.threads,
-            loss=partial(_total, loss=self._loss, options=options),
+            loss=partial(_loss_of, loss=self._loss, options=options),
             evaluate=partial(_evaluate, loss=self._loss, options=options),
         )
 
     def initial_parameters(self) -> list[Array]:
-        """Return the values of the checkpoint, or values drawn from the seed."""
+        """Return the checkpoint's values, or for a new model random values by the seed."""
         return self._initial.read()
 
     def batch(self, samples: Sequence[int]) -> Batch:
@@ -123,7 +123,7 @@ class Distil:
         Raises:
             DataError: As in `batch`.
         """
-        return self._batch(self._held_out.read(self._part(part)))
+        return self._batch(self._held_out.read(self._samples_of_part(part)))
 
     def missing(self, samples: Sequence[int]) -> tuple[str, ...]:
         """See `worker.tasks.base.task.ReadsFiles`."""
@@ -133,7 +133,7 @@ class Distil:
         """See `worker.tasks.base.task.ReadsFiles`."""
         if self._held_out is not self._samples:
             return ()  # a capture for evaluation is fetched in full before the run begins
-        return self._samples.missing(self._part(part))
+        return self._samples.missing(self._samples_of_part(part))
 
     def blank(self, samples: int) -> Batch:
         """See `worker.tasks.base.task.ReadsFiles`."""
@@ -148,9 +148,9 @@ class Distil:
 
     def blank_part(self, part: int) -> Batch:
         """See `worker.tasks.base.task.ReadsFiles`."""
-        return self.blank(len(self._part(part)))
+        return self.blank(len(self._samples_of_part(part)))
 
-    def _part(self, part: int) -> list[int]:
+    def _samples_of_part(self, part: int) -> list[int]:
         lo = part * self._part_samples
         samples: list[int] = self._evaluated_samples[lo : lo + self._part_samples].tolist()
         return samples
@@ -163,13 +163,15 @@ class Distil:
         return Batch(arrays, float(np.count_nonzero(labels != IGNORED_LABEL)))
 
 
-def _tokenizer(spec: DistilRun, directory: Path, digest: str) -> Any:
-    """Load the student's tokenizer, or for a new student the capture's; None if it has none.
+def _load_tokenizer(spec: DistilRun, directory: Path, digest: str) -> Any:
+    """Load the student's tokenizer, or for a new student the capture's; None if there is none.
 
     Raises:
         DataError: The student's tokenizer differs from the teacher's.
     """
-    captured_tokenizer = tokenizer_in(directory) if (directory / TOKENIZER).is_file() else None
+    captured_tokenizer = (
+        load_saved_tokenizer(directory) if (directory / TOKENIZER).is_file() else None
+    )
     if spec.model.source is None:
         return captured_tokenizer
     tokenizer = load_tokenizer(spec.model.source)
@@ -178,7 +180,7 @@ def _tokenizer(spec: DistilRun, directory: Path, digest: str) -> Any:
     return tokenizer
 
 
-def _student(spec: DistilRun, tokenizer: Any, vocabulary: int) -> pretrained.Pretrained:
+def _load_student(spec: DistilRun, tokenizer: Any, vocabulary: int) -> pretrained.Pretrained:
     """Load the student, with at least the teacher's vocabulary.
 
     Raises:
@@ -234,7 +236,7 @@ def _files_digest(samples: CapturedSamples) -> str:
     return digest_arrays({"index": np.frombuffer(samples.index.to_bytes(), np.uint8)})
 
 
-def _total(
+def _loss_of(
     module: nn.Module,
     arrays: Mapping[str, Any],
     *,

@@ -20,11 +20,12 @@ from protocol.spec.run_spec import DpoRun
 from worker.data import holdout
 from worker.data.preference_data import read_preference_data
 from worker.models import pretrained
-from worker.models.tokens import check_tokens, tokenizer_files, with_added_tokens
+from worker.models.tokens import add_tokens_to_model, check_tokens, tokenizer_files
 from worker.models.trainable_model import TrainableModel
 from worker.tasks.base.transformer import Objective, Split, TransformerTask, split_into_parts
 
 PART_PAIRS: Final = 4
+"""Pairs per evaluation part."""
 
 
 class Dpo(TransformerTask):
@@ -38,7 +39,7 @@ class Dpo(TransformerTask):
         loaded = pretrained.load_causal_lm(spec.model, 0)
         pretrained.refuse_drawn_weights(loaded, spec.model.source, "train it by causal-lm first")
         pretrained.check_length(loaded.model, spec.data.max_tokens)
-        loaded = with_added_tokens(loaded, spec.model, data.tokenizer)
+        loaded = add_tokens_to_model(loaded, spec.model, data.tokenizer)
         check_tokens(data.pairs.max_token, loaded.vocabulary)
         model = TrainableModel.of(loaded, spec.model, spec.lora, "CAUSAL_LM", spec.seed)
         subset = holdout.evaluation_subset(len(data.held_out), spec.data.holdout_samples, spec.seed)
@@ -81,16 +82,16 @@ def _margins(
     module: Any, arrays: Mapping[str, Any], beta: float, options: Mapping[str, Any]
 ) -> torch.Tensor:
     """Return the reward of each chosen answer minus that of the rejected, (pairs,), float32."""
-    training_modules = module.training
-    # Without dropout in the base: its noise would look like a preference of the adapter.
+    was_training = module.training
+    # Without dropout in the base: its noise looks like a preference of the adapter.
     module.eval()
     with torch.no_grad(), module.disable_adapter():
         reference = _log_likelihoods(module, arrays, options)
     for name, submodule in module.named_modules():
         if "lora_dropout" in name:
-            submodule.train(training_modules)
+            submodule.train(was_training)
     rewards = beta * (_log_likelihoods(module, arrays, options) - reference)  # (pairs, 2)
-    module.train(training_modules)
+    module.train(was_training)
     return rewards[:, 0] - rewards[:, 1]
 
 

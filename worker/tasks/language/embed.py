@@ -26,7 +26,7 @@ from worker.data.embedding_data import PADDING_TOKENS, read_embedding_data
 from worker.models import pretrained
 from worker.models.blocks import cut_into_blocks
 from worker.models.lora import LOG_SCALE
-from worker.models.tokens import check_tokens, tokenizer_files, with_added_tokens
+from worker.models.tokens import add_tokens_to_model, check_tokens, tokenizer_files
 from worker.models.trainable_model import TrainableModel
 from worker.tasks.base.transformer import Objective, Split, TransformerTask
 
@@ -37,14 +37,14 @@ _RANKS: Final = (1, 5, 10)
 
 
 class Embed(TransformerTask):
-    """Batches are those of `EmbeddingData`; the held-out rows are one evaluation part."""
+    """The task embed. Batches are those of `EmbeddingData`; all held-out rows are one part."""
 
     def __init__(self, spec: EmbedRun) -> None:
         data = read_embedding_data(spec)
         loaded = pretrained.freeze_pooler(pretrained.load_encoder(spec.model))
         pretrained.refuse_drawn_weights(loaded, str(spec.model.source), "take a pretrained one")
         pretrained.check_length(loaded.model, spec.data.max_tokens)
-        loaded = with_added_tokens(loaded, spec.model, data.tokenizer)
+        loaded = add_tokens_to_model(loaded, spec.model, data.tokenizer)
         check_tokens(max(data.padding, data.texts.max_element), loaded.vocabulary)
         model = TrainableModel.of(loaded, spec.model, spec.lora, "FEATURE_EXTRACTION", spec.seed)
         if spec.embed.learn_temperature:
@@ -151,7 +151,7 @@ class Encoder:
         return scale.clamp(max=_LARGEST_LOG_SCALE).exp()
 
     def evaluate(self, module: nn.Module, arrays: Mapping[str, Any]) -> Sums:
-        """Rank the distinct passages of all held-out rows for each anchor."""
+        """Rank the distinct passages of all held-out rows for each anchor; return metric sums."""
         fields = {
             "anchor": self._encode_in_batches(module, arrays["anchor_ids"], arrays["anchor_mask"]),
             "passages": self._passages(module, arrays),
@@ -190,7 +190,7 @@ class Encoder:
 
     def files(self, width: int, max_tokens: int) -> dict[str, str]:
         """Return the files with which sentence-transformers loads the result."""
-        kind = "sentence_transformers.models."
+        package = "sentence_transformers.models."
         modules = [("Transformer", ""), ("Pooling", "1_Pooling")]
         if self.spec.normalize:
             modules.append(("Normalize", "2_Normalize"))
@@ -206,7 +206,7 @@ class Encoder:
         }
         documents: dict[str, Any] = {
             "modules.json": [
-                {"idx": number, "name": str(number), "path": path, "type": kind + name}
+                {"idx": number, "name": str(number), "path": path, "type": package + name}
                 for number, (name, path) in enumerate(modules)
             ],
             "1_Pooling/config.json": pooling,

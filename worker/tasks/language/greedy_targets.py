@@ -19,7 +19,7 @@ _WIDTH_MULTIPLE: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class GreedyDecoding:
-    """The start, end and maximum length of generated targets.
+    """Greedy generation of targets with these tokens and this maximum length.
 
     Attributes:
         start: The token that the decoder begins with.
@@ -60,14 +60,14 @@ class GreedyDecoding:
 
     def _decoder(
         self, module: nn.Module, inputs: Mapping[str, torch.Tensor]
-    ) -> _CachedDecoder | _WholeCalls:
+    ) -> _CachedDecoder | _UncachedDecoder:
         # Only models of transformers, and peft's wrappers of them, cache attention. Other backends
         # replace the module by one without a cache.
         if hasattr(type(module), "generate"):
             return _CachedDecoder(module, inputs)
         width = -(-self.max_tokens // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
         shape = (len(inputs["input_ids"]), width)
-        return _WholeCalls(module, inputs, torch.full(shape, self.padding))
+        return _UncachedDecoder(module, inputs, torch.full(shape, self.padding))
 
 
 class _CachedDecoder:
@@ -90,7 +90,7 @@ class _CachedDecoder:
         return logits
 
 
-class _WholeCalls:
+class _UncachedDecoder:
     """Computes each token from the sources and all previous tokens, padded at the end."""
 
     def __init__(

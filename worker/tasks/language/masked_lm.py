@@ -1,8 +1,8 @@
 """Task masked-lm: an encoder (BERT, RoBERTa) learns to fill in masked tokens of running text.
 
-A share of the tokens of each sample is selected. Of those, 80 % become the mask token, 10 % another
-token, and 10 % stay as they are (Devlin et al. 2018, arXiv:1810.04805). A microbatch's masks are
-drawn from its seed, so they are the same on every worker. Evaluation masks never change.
+A fraction of the tokens of each sample is selected. Of those, 80 % become the mask token, 10 % a
+random token, and 10 % are unchanged (Devlin et al. 2018, arXiv:1810.04805). A microbatch's masks
+depend only on its seed, so they are the same on every worker. Evaluation masks never change.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from protocol.spec.run_spec import MaskedLmRun
 from worker.data import holdout
 from worker.data.language_data import Samples, read_language_data
 from worker.models import pretrained
-from worker.models.tokens import IGNORED_LABEL, check_tokens, tokenizer_files, with_added_tokens
+from worker.models.tokens import IGNORED_LABEL, add_tokens_to_model, check_tokens, tokenizer_files
 from worker.models.trainable_model import TrainableModel
 from worker.tasks.base.transformer import (
     Objective,
@@ -47,7 +47,7 @@ class MaskedLM(TransformerTask):
         loaded = pretrained.load_masked_lm(spec.model)
         pretrained.refuse_drawn_weights(loaded, spec.model.source, "take one with its head")
         pretrained.check_length(loaded.model, spec.data.max_tokens)
-        loaded = with_added_tokens(loaded, spec.model, data.tokenizer)
+        loaded = add_tokens_to_model(loaded, spec.model, data.tokenizer)
         check_tokens(data.max_token, loaded.vocabulary)
         self._masks = masks = Masks.of(data.tokenizer, loaded.vocabulary, spec.data.mask_share)
         self._train, self._length = data.train, spec.data.max_tokens
@@ -92,8 +92,8 @@ class Masks:
         mask: The mask token.
         padding: The padding token.
         special: Tokens that are never masked.
-        vocabulary: Random tokens are drawn below this number.
-        share: Share of tokens to predict.
+        vocabulary: Number of tokens; random tokens are below it.
+        share: Fraction of tokens to predict.
     """
 
     mask: int
@@ -129,7 +129,7 @@ class Masks:
             ids[row, : len(text_tokens)] = text_tokens
             attention[row, : len(text_tokens)] = 1
         is_maskable = (attention == 1) & ~np.isin(ids, self.special)
-        selection_draws, replacement_draws, other_draws = draws.uniforms(key, 3 * ids.size).reshape(
+        selection_draws, replacement_draws, token_draws = draws.uniforms(key, 3 * ids.size).reshape(
             3, *ids.shape
         )
         ranked = np.where(is_maskable, selection_draws, np.float32(2))
@@ -137,7 +137,7 @@ class Masks:
             (ranked < self.share) | (ranked == ranked.min(axis=1, keepdims=True))
         )
         other_ids = np.minimum(
-            other_draws.astype(np.float64) * self.vocabulary, self.vocabulary - 1
+            token_draws.astype(np.float64) * self.vocabulary, self.vocabulary - 1
         )
         input_ids = np.where(is_masked & (replacement_draws < _MASK_SHARE), self.mask, ids)
         is_other = is_masked & (replacement_draws >= 1 - _RANDOM_SHARE)

@@ -26,10 +26,10 @@ from worker.data.sequence_data import PairData, read_pair_data
 from worker.models import pretrained
 from worker.models.tokens import (
     IGNORED_LABEL,
+    add_tokens_to_model,
     check_tokens,
     end_tokens,
     tokenizer_files,
-    with_added_tokens,
 )
 from worker.models.trainable_model import TrainableModel
 from worker.tasks.base.transformer import (
@@ -57,7 +57,7 @@ class Seq2Seq(TransformerTask):
         loaded = pretrained.load_seq2seq(spec.model, 0 if spec.lora else spec.seed)
         pretrained.refuse_drawn_weights(loaded, spec.model.source, "take a pretrained one")
         pretrained.check_length(loaded.model, spec.data.max_tokens)
-        loaded = with_added_tokens(loaded, spec.model, data.tokenizer)
+        loaded = add_tokens_to_model(loaded, spec.model, data.tokenizer)
         check_tokens(max(data.max_token, data.labels.max_element), loaded.vocabulary)
         start = _start_token(loaded)
         model = TrainableModel.of(loaded, spec.model, spec.lora, "SEQ_2_SEQ_LM", spec.seed)
