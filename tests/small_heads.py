@@ -124,7 +124,7 @@ TARGET_LOSS = partial(target_loss, start=0, padding=0, options={"use_cache": Fal
 
 def distil_loss(vocabulary: int = VOCABULARY) -> Any:
     """Return the loss of task distil."""
-    return partial(distil._total, loss=distillation_loss(vocabulary), options={})
+    return partial(distil._loss_of, loss=distillation_loss(vocabulary), options={})
 
 
 class LargestTensor(TorchDispatchMode):

@@ -383,7 +383,7 @@ def test_a_file_that_transformers_would_read_as_another_model_is_refused(
         add(writer)
 
     monkeypatch.setattr(gguf_file, "_describe", describe_more)
-    monkeypatch.setattr(gguf_file, "_compare", lambda *_: None)
+    monkeypatch.setattr(gguf_file, "_verify_file", lambda *_: None)
     write_gguf(model_of("llama"), tokenizer, tmp_path / "m.gguf", "f32", "m")
     with pytest.raises(DataError, match=message):
         load_causal_lm(ModelSpec(source=str(tmp_path / "m.gguf")), 0)
