@@ -151,7 +151,7 @@ def attention_row(backend: VulkanBackend, length: int, rounds: int) -> list[str]
         module: nn.Module = LlamaForCausalLM(config)
         template = _ForcedFusion(not backend.adapter.software, backend.tuner.shader, fused)
         job = Trainable(cut_into_blocks(module), module, loss)
-        programs.append(CompiledProgram(backend.device, job, template, adds=True))
+        programs.append(CompiledProgram(backend.device, job, template, adds_on_device=True))
         programs[-1].check(batch)
     separate_times, fused_times = measure_alternately(
         [partial(microbatch, attention_program, batch, 0) for attention_program in programs], rounds

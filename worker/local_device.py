@@ -97,10 +97,12 @@ def _sharded_backend(info: DeviceInfo) -> Backend:
 
 def _report_abort(device: str) -> None:
     """Have an abort of wgpu's library print one line, and exit with code 1."""
-    from backends.wgpu.device.abort_handler import on_abort  # noqa: PLC0415 -- only for Vulkan
+    from backends.wgpu.device.abort_handler import install_abort_handler  # noqa: PLC0415 -- only for Vulkan
 
     reason = (
         "a library aborted the process; wgpu does so if the driver loses the device or lacks "
         "memory for a submission; its own message is above"
     )
-    on_abort(lambda: write_error("worker", DeviceError(device, reason)), ExitCode.FAILED)
+    install_abort_handler(
+        lambda: write_error("worker", DeviceError(device, reason)), ExitCode.FAILED
+    )

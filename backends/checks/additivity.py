@@ -200,7 +200,7 @@ class LossTrial:
         tensors = list(self._trained_tensors.values())
         gradients: Sequence[torch.Tensor | None]
         if self._accumulates:
-            gradients = _accumulated_gradients(loss, tensors, self._module)
+            gradients = _accumulate_gradients(loss, tensors, self._module)
         else:
             gradients = torch.autograd.grad(loss, tensors, allow_unused=True)
         return {
@@ -257,7 +257,7 @@ class LossTrial:
         return largest_by_name
 
 
-def _accumulated_gradients(
+def _accumulate_gradients(
     loss: torch.Tensor, tensors: Sequence[torch.Tensor], module: torch.nn.Module
 ) -> list[torch.Tensor | None]:
     leaves = list({id(leaf): leaf for leaf in (*tensors, *module.parameters())}.values())
@@ -358,7 +358,7 @@ def seed_generators(seed: int, device: torch.device | None = None) -> Iterator[N
 
     Args:
         seed: The seed.
-        device: An accelerator whose generator is seed_generators as well.
+        device: An accelerator whose generator is seeded as well.
     """
     saved_states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
     device_module: Any = None

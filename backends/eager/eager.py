@@ -326,7 +326,7 @@ class EagerProgram(HostSummedProgram):
         numerics.seed_everything(seed, self._device)
         self._keeps_gradients = True
         try:
-            loss = self._scale_mean(self._loss_of(self._on_device(batch)), batch)
+            loss = self._scale_mean(self._loss_of(self._copy_to_device(batch)), batch)
             if loss.requires_grad:  # False for a microbatch without tokens
                 with self._hide_accumulated_gradients():
                     loss.backward()  # type: ignore[no-untyped-call]
@@ -522,7 +522,7 @@ class EagerProgram(HostSummedProgram):
 
     def _call_user(self, batch: Batch, function: Callable[[dict[str, torch.Tensor]], T]) -> T:
         """Call the user's model or loss on a batch; errors refer to the batch."""
-        arrays = self._on_device(batch)
+        arrays = self._copy_to_device(batch)
         try:
             return function(arrays)
         except (SamestepError, _Abandoned, MemoryError, torch.OutOfMemoryError):
@@ -567,7 +567,7 @@ class EagerProgram(HostSummedProgram):
     def _run_in_evaluation_mode(self, function: Callable[[Any, Any], T], batch: Batch) -> T:
         self._abandoned = threading.Event()
         self._module.eval()
-        arrays = self._on_device(batch)
+        arrays = self._copy_to_device(batch)
 
         def attempt() -> T:
             numerics.seed_everything(self._seed, self._device)
@@ -620,7 +620,7 @@ class EagerProgram(HostSummedProgram):
         """Return the parameters' version counters, which count changes in place."""
         return {name: value._version for name, value in self._parameters.items()}  # noqa: SLF001
 
-    def _on_device(self, batch: Batch) -> dict[str, torch.Tensor]:
+    def _copy_to_device(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Return the batch's arrays as device tensors, each with its own aligned storage."""
         if self._copier is None:
             return {name: torch.tensor(a, device=self._device) for name, a in batch.arrays.items()}
@@ -634,9 +634,9 @@ class EagerProgram(HostSummedProgram):
 
     def _check(self, example: Batch) -> None:
         with self._buffers.restore_afterwards():
-            self._check_restored(example)
+            self._check_module(example)
 
-    def _check_restored(self, example: Batch) -> None:
+    def _check_module(self, example: Batch) -> None:
         exchanged_buffers = {t.name for b in self._blocks if not b.is_trained for t in b.tensors}
         refuse_running_statistics(self._module, self._evaluation_parts, exchanged_buffers)
         if self._unit == "sample":
@@ -645,7 +645,7 @@ class EagerProgram(HostSummedProgram):
         bits_before = {name: _bit_sum(value) for name, value in self._parameters.items()}
         self._module.train()
         numerics.seed_everything(self._seed, self._device)
-        arrays = self._on_device(example)
+        arrays = self._copy_to_device(example)
         lookups = None if self._copier is None else TableLookups(arrays)
         with nullcontext() if lookups is None else lookups:
             loss = self._loss_of(arrays)
@@ -691,7 +691,7 @@ class EagerProgram(HostSummedProgram):
         samples = counts.pop() if len(counts) == 1 else 0
         if samples < 2:
             return
-        arrays, half_count = self._on_device(example), samples // 2
+        arrays, half_count = self._copy_to_device(example), samples // 2
         halves = [
             {name: a[half_rows] for name, a in arrays.items()}
             for half_rows in (slice(0, half_count), slice(half_count, samples))

@@ -103,7 +103,7 @@ class VulkanBackend:
                 trainable,
                 batches,
                 evaluations,
-                adds=self.has_exact_additions,
+                adds_on_device=self.has_exact_additions,
             )
         device_bindings = self.device.limits["max-storage-buffers-per-shader-stage"]
         bindings = min(device_bindings, _BINDINGS)
@@ -114,7 +114,7 @@ class VulkanBackend:
             workgroup_bytes=self.tuner.traits.workgroup_bytes,
             microbatches=MICROBATCHES_PER_DISPATCH,
         )
-        adds = self.has_exact_additions
+        adds_on_device = self.has_exact_additions
         float16_refusal = self.float16_refusal if trainable.precision == "float16" else ""
         return compile_program(
             self.device,
@@ -122,6 +122,6 @@ class VulkanBackend:
             template,
             batches,
             evaluations,
-            adds=adds,
+            adds_on_device=adds_on_device,
             float16_refusal=float16_refusal,
         )

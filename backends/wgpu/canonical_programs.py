@@ -38,9 +38,11 @@ def compile_canonical_for_cpu(
     host = CpuTarget(convention_of(trainable.arithmetic), trainable.threads)
     template = Templates(cooperative=True, matmul=product_shader, canonical=True)
     # Subtree sums must keep subnormals, so the host adds if kernels flush them.
-    adds = not host.convention.flushes
+    adds_on_device = not host.convention.flushes
     with _explain_missing_rule("arithmetic: native"):
-        return compile_program(host, trainable, template, batches, evaluations, adds=adds)
+        return compile_program(
+            host, trainable, template, batches, evaluations, adds_on_device=adds_on_device
+        )
 
 
 def compile_canonical_for_device(
@@ -50,7 +52,7 @@ def compile_canonical_for_device(
     batches: Sequence[Batch],
     evaluations: Sequence[Batch],
     *,
-    adds: bool,
+    adds_on_device: bool,
 ) -> CompiledProgram:
     """Compile the task for a Vulkan device; arguments as for `compile_program`.
 
@@ -71,7 +73,9 @@ def compile_canonical_for_device(
         microbatches=MICROBATCHES_PER_DISPATCH,
     )
     with _explain_missing_rule("arithmetic: native, and a cpu or cuda worker,"):
-        return compile_program(target, trainable, template, batches, evaluations, adds=adds)
+        return compile_program(
+            target, trainable, template, batches, evaluations, adds_on_device=adds_on_device
+        )
 
 
 @contextmanager

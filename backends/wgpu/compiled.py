@@ -25,7 +25,7 @@ def compile_program(
     batches: Sequence[Batch],
     evaluations: Sequence[Batch],
     *,
-    adds: bool,
+    adds_on_device: bool,
     float16_refusal: str = _FLOAT32_ONLY,
 ) -> CompiledProgram:
     """Compile a task for a target: capture the step for batches like these, upload the weights.
@@ -36,7 +36,7 @@ def compile_program(
         template: How kernels are generated for the target.
         batches: Microbatches, at least one, one of each shape.
         evaluations: Evaluation batches, one of each shape.
-        adds: Whether the target may add subtree sums, because its additions are exact.
+        adds_on_device: Whether the target may add subtree sums, because its additions are exact.
         float16_refusal: Why float16 is not supported; empty if it is supported.
 
     Raises:
@@ -51,7 +51,7 @@ def compile_program(
     _refuse_precision(trainable.precision, float16_refusal)
     template = replace(template, is_float16=trainable.precision == "float16")
     trainable = with_backward_loss(trainable)
-    program = CompiledProgram(target, trainable, template, adds=adds)
+    program = CompiledProgram(target, trainable, template, adds_on_device=adds_on_device)
     if trainable.capture_rows is not None:
         for batch in batches:
             program.capture_rows(batch)

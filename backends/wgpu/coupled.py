@@ -70,7 +70,7 @@ class CoupledCapture:
         """See `backends.losses.coupled_loss.with_backward_loss`."""
         self.observed_fields = fields
 
-    def take_observed(self) -> list[torch.Tensor]:
+    def take_observed_fields(self) -> list[torch.Tensor]:
         """Return the fields of the loss that was just traced, in the order of the layout."""
         fields, self.observed_fields = self.observed_fields, {}
         return (
@@ -110,10 +110,10 @@ class CoupledCapture:
             )
             for field_spec in self.coupled.layout.fields
         }
-        losses = self._checked_loss(samples)
+        losses = self._make_checked_loss(samples)
         return capture_coupled(self.module, losses, self.trained_names, arrays, self.fuses)
 
-    def _checked_loss(self, samples: int) -> Any:
+    def _make_checked_loss(self, samples: int) -> Any:
         def losses(module: Any, fields: Mapping[str, torch.Tensor]) -> torch.Tensor:
             sample_losses = self.coupled.loss(module, fields)
             check_losses(sample_losses, samples)

@@ -132,7 +132,7 @@ class Parity:
         """Return torch's results and the loss scale with which they are finite."""
         results: dict[str, Array] = {}
         for scale in _SCALES if self._halves else (0.0,):
-            results = self._on_host(capture, batch, seed, scale)
+            results = self._run_on_host(capture, batch, seed, scale)
             if all(np.isfinite(value).all() for value in results.values()):
                 break
         return results, scale
@@ -146,7 +146,7 @@ class Parity:
                 self._program.use_capture(batch, capture)
         return self._captures[shapes]
 
-    def _on_host(
+    def _run_on_host(
         self, capture: Capture, batch: Batch, seed: int, scale: float, rounding: int = 0
     ) -> dict[str, Array]:
         values = self._values()
@@ -167,7 +167,7 @@ class Parity:
         start_s, worst = time.perf_counter(), 0.0
         for case in self._cases:
             with self._part.isolate():
-                results = self._on_device(case)
+                results = self._run_on_device(case)
                 name, distance = difference(case.expected, results)
                 if distance > self._tolerance and not self._is_rounding(case, distance):
                     raise SamestepError(self._describe_difference(case, name, distance))
@@ -175,7 +175,7 @@ class Parity:
         seconds = self._torch_seconds + time.perf_counter() - start_s
         return f"gradients within {worst:.1e} of torch's ({self._part}; {seconds:.1f} s)"
 
-    def _on_device(self, case: _Case) -> dict[str, Array]:
+    def _run_on_device(self, case: _Case) -> dict[str, Array]:
         self._program.loss_scale = case.scale or 1.0
         try:
             if not self._part:
@@ -192,7 +192,7 @@ class Parity:
         return repeated == 0.0 and distance <= ROUNDINGS * max(differences)
 
     def _repeat_on_host(self, case: _Case, rounding: int = 0) -> dict[str, Array]:
-        return self._on_host(case.capture, case.batch, case.seed, case.scale, rounding)
+        return self._run_on_host(case.capture, case.batch, case.seed, case.scale, rounding)
 
     def _describe_difference(self, case: _Case, name: str, distance: float) -> str:
         quantity = f"the gradient of {name!r}" if name else "the loss"

@@ -99,7 +99,7 @@ class CompiledProgram:
         device: The device to run on.
         trainable: The task.
         template: How kernels are generated for the device.
-        adds: Whether subtree sums may be added on the device, because its additions are exact.
+        adds_on_device: Whether the device may add subtree sums, because its additions are exact.
         largest_bytes: Largest size of a buffer; by default the device's limit.
 
     Attributes:
@@ -113,7 +113,7 @@ class CompiledProgram:
         trainable: Trainable,
         template: Templates,
         *,
-        adds: bool,
+        adds_on_device: bool,
         largest_bytes: int | None = None,
     ) -> None:
         self._template = template
@@ -142,7 +142,9 @@ class CompiledProgram:
         self._embedded: list[Rows] = []
         sizes = [[4 * elements for elements in sizes] for sizes in reversed(self._output_sizes)]
         pairs = template.bindings // 2 if template.microbatches > 1 else 1
-        self._sums = SumStack(device, sizes, 1 << pairs.bit_length() - 1) if adds else None
+        self._sums = (
+            SumStack(device, sizes, 1 << pairs.bit_length() - 1) if adds_on_device else None
+        )
         self._sum_submissions: dict[Any, tuple[Submission, ...]] = {}
         self._absent_gradient: Buffer | None = None
         self._keeps_sums_on_device = False
@@ -207,7 +209,7 @@ class CompiledProgram:
         trained_names = [name for name in self._trained_names if name in tensors]
         arrays = _copy_to_tensors(batch)
         is_float16 = self._template.is_float16
-        fields = tuple if self._coupled is None else self._coupled.take_observed
+        fields = tuple if self._coupled is None else self._coupled.take_observed_fields
         return capture_step(
             module,
             self._loss,
@@ -608,7 +610,7 @@ class CompiledProgram:
             )
         ]
         values = np.concatenate(parts) if len(parts) > 1 else np.array(parts[0])
-        return mark_absent(self._blocks[number], values, self._unreached(plan, number))
+        return mark_absent(self._blocks[number], values, self._unreached_tensors(plan, number))
 
     def _mark_absent(self, batches: Sequence[Batch], number: int, values: Array) -> Array:
         """Return a block's sum over a subtree; parts of tensors that no batch reaches are absent.
@@ -621,10 +623,10 @@ class CompiledProgram:
         block = self._blocks[number]
         unreached = {tensor.name for tensor in block.tensors}
         for batch in batches:
-            unreached &= self._unreached(self._step_plan(batch).plan, number)
+            unreached &= self._unreached_tensors(self._step_plan(batch).plan, number)
         return mark_absent(block, values, unreached)
 
-    def _unreached(self, plan: Plan, number: int) -> set[str]:
+    def _unreached_tensors(self, plan: Plan, number: int) -> set[str]:
         """Return the block's tensors that have no gradient in a step.
 
         The graph, and so this set, is the same for every microbatch of the plan's shapes.

@@ -20,7 +20,7 @@ from backends.wgpu.canonical import products, team
 from backends.wgpu.canonical.c_text import FUSED, PRELUDE, SEPARATE, c_kernel
 from backends.wgpu.canonical.compiler import Instructions, best_instructions, compile_library
 from backends.wgpu.canonical.convention import Convention
-from backends.wgpu.canonical.library import c_library, with_library
+from backends.wgpu.canonical.library import c_library, use_library
 from backends.wgpu.canonical.tree import read_module
 from backends.wgpu.device.adapters import Adapter
 from backends.wgpu.device.target import Buffer, CommandList, Copy
@@ -200,7 +200,7 @@ class CpuTarget:
         if not new_sources:
             return
         texts = [
-            c_kernel(with_library(read_module(text)), name) for text, name in new_sources.items()
+            c_kernel(use_library(read_module(text)), name) for text, name in new_sources.items()
         ]
         library = compile_library(self._preamble + "\n".join(texts), self.instruction_set)
         self._libraries.append(library)

@@ -352,19 +352,19 @@ def functions() -> dict[str, Function]:
 @cache
 def c_library() -> str:
     """Print the library as C; needs the prelude."""
-    return c_functions(with_vectors())
+    return c_functions(list_functions())
 
 
-def with_vectors() -> Iterator[Function]:
+def list_functions() -> Iterator[Function]:
     """Yield the functions, and vec4f versions of those that kernels call on vectors."""
     library = functions()
     for function in library.values():
         yield replace(function, body=tuple(rewrite_statements(function.body, _library_call)))
     for name in ("exponential", "max_float", "min_float"):
-        yield _on_vectors(library[name])
+        yield _make_vector_version(library[name])
 
 
-def _on_vectors(function: Function) -> Function:
+def _make_vector_version(function: Function) -> Function:
     names = [name for name, _ in function.parameters]
     parts: list[Expression] = []
     for i in range(4):
@@ -375,7 +375,7 @@ def _on_vectors(function: Function) -> Function:
     return Function(f"{function.name}_4", tuple((n, "vec4f") for n in names), "vec4f", (result,))
 
 
-def with_library(module: Module) -> Module:
+def use_library(module: Module) -> Module:
     """Replace a kernel's built-in and local functions by the library's."""
     library = functions()
     kernel_functions = [function for function in module.functions if function.name not in library]
@@ -398,11 +398,11 @@ def _library_call(node: Expression) -> Expression | None:
     if node.name in {"max", "min", "clamp"} and first_type not in {"f32", "vec4f"}:
         return None
     name = BUILT_IN[node.name] + ("_4" if size_of(first_type) == 4 and node.name != "dot" else "")
-    arguments = tuple(_with_library_calls(x) for x in node.arguments)
+    arguments = tuple(_replace_calls(x) for x in node.arguments)
     return Application(name, arguments, node.type)
 
 
-def _with_library_calls(node: Expression) -> Expression:
+def _replace_calls(node: Expression) -> Expression:
     from backends.wgpu.canonical.c_text import rewrite_expression  # noqa: PLC0415
 
     return rewrite_expression(node, _library_call)
@@ -410,7 +410,7 @@ def _with_library_calls(node: Expression) -> Expression:
 
 def called_functions(module: Module) -> list[Function]:
     """Return the library functions that a kernel needs, directly or indirectly, callees first."""
-    all_of = {function.name: function for function in with_vectors()}
+    all_of = {function.name: function for function in list_functions()}
     names: set[str] = set()
     missing = {*_calls(module.body)}.union(
         *(_calls(x.body) for x in module.functions)
@@ -432,4 +432,4 @@ def _calls(body: object) -> set[str]:
     }
 
 
-add_library_names(function.name for function in with_vectors())
+add_library_names(function.name for function in list_functions())

@@ -159,7 +159,7 @@ def first_difference(
     """Return the first hard case in which the device differs from the CPU, if any."""
     cases = hard_cases()
     results = _operator_results(target)
-    expected = _expected(convention)
+    expected = _expected_results(convention)
     names = [*_OPERATORS]
     for number in np.flatnonzero(float_bits(results) != float_bits(expected[0]))[:1]:
         operator, case = divmod(int(number), _CASES)
@@ -174,7 +174,7 @@ def first_difference(
 
 
 @cache
-def _expected(convention: Convention) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def _expected_results(convention: Convention) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     host = CpuTarget(convention)
     try:
         return _operator_results(host), _product_results(host, product_shader)

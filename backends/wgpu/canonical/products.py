@@ -247,7 +247,7 @@ def _candidate(
         row.batch, row.outer, row.inner, row.offset,
         column.batch, column.inner, column.outer, column.offset,
         problem.m * problem.n, *out, result.offset,
-        *_storage_fields(form), int(result.onto), int(is_packed), panels, row_tiles,
+        *_storage_fields(form), int(result.accumulates), int(is_packed), panels, row_tiles,
         int(swap), int(not swap),
     )  # fmt: skip
     return Product(

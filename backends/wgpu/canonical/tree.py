@@ -278,7 +278,7 @@ def _default_type(node: Expression) -> Expression:
 
 
 def unify_types(operands: Sequence[Expression]) -> tuple[Expression, ...]:
-    """Convert operands of abstract type to the widest to_concrete type among them."""
+    """Convert operands of abstract type to the widest concrete type among them."""
     kinds = [x.type for x in operands if x.type not in {"int", "float"}]
     kind = max(kinds, key=size_of) if kinds else "float"
     if not kinds and all(x.type == "int" for x in operands):
@@ -340,7 +340,7 @@ class _Reader:
         while self.tokens[self.at][0] != "end":
             attributes = self._attributes()
             if self.accept("var"):
-                self._variable(int(attributes.get("binding", "-1")))
+                self._read_variable(int(attributes.get("binding", "-1")))
             elif self.accept("fn"):
                 if "compute" in attributes:
                     workgroup = int(attributes["workgroup_size"])
@@ -373,7 +373,7 @@ class _Reader:
             attributes[name] = value.rstrip("u")
         return attributes
 
-    def _variable(self, binding: int) -> None:
+    def _read_variable(self, binding: int) -> None:
         self.take("<")
         kind = self.take()
         writes = self.accept(",") and self.take() == "read_write"
@@ -425,7 +425,9 @@ class _Reader:
         self.take("->")
         kind = self.type()
         self.scopes = [dict(parameters)]
-        return Function(name, tuple(parameters), kind, _returning(self._block(), kind))
+        return Function(
+            name, tuple(parameters), kind, _convert_returned_literals(self._block(), kind)
+        )
 
     # Statements.
 
@@ -691,7 +693,7 @@ def _number(text: str) -> Literal:
     return Literal(int(text.rstrip("ui")), {"u": "u32", "i": "i32"}.get(text[-1], "int"))
 
 
-def _returning(body: tuple[Statement, ...], kind: str) -> tuple[Statement, ...]:
+def _convert_returned_literals(body: tuple[Statement, ...], kind: str) -> tuple[Statement, ...]:
     """Convert returned literals to the function's result type."""
     statements: list[Statement] = []
     for statement in body:
@@ -700,12 +702,18 @@ def _returning(body: tuple[Statement, ...], kind: str) -> tuple[Statement, ...]:
                 statements.append(Return(to_concrete(value, kind)))
             case If(condition, then, otherwise):
                 statements.append(
-                    If(condition, _returning(then, kind), _returning(otherwise, kind))
+                    If(
+                        condition,
+                        _convert_returned_literals(then, kind),
+                        _convert_returned_literals(otherwise, kind),
+                    )
                 )
             case For():
-                statements.append(replace(statement, body=_returning(statement.body, kind)))
+                statements.append(
+                    replace(statement, body=_convert_returned_literals(statement.body, kind))
+                )
             case Scope(inner):
-                statements.append(Scope(_returning(inner, kind)))
+                statements.append(Scope(_convert_returned_literals(inner, kind)))
             case _:
                 statements.append(statement)
     return tuple(statements)

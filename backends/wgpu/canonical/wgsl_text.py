@@ -19,7 +19,7 @@ import numpy as np
 
 from backends.wgpu.canonical import tree
 from backends.wgpu.canonical.convention import Convention
-from backends.wgpu.canonical.library import called_functions, with_library
+from backends.wgpu.canonical.library import called_functions, use_library
 
 _OPAQUE: Final = """\
 @group(0) @binding({binding}) var<uniform> unknown_zeros: array<vec4u, 4>;
@@ -133,7 +133,7 @@ def canonical_wgsl(source: str, convention: Convention) -> tuple[str, bool]:
     Raises:
         UnsupportedKernel: The kernel uses unsupported WGSL.
     """
-    module = with_library(tree.read_module(source))
+    module = use_library(tree.read_module(source))
     text = _Printer()
     functions = [
         text.function(function) for function in (*called_functions(module), *module.functions)

@@ -24,7 +24,12 @@ from backends.wgpu.capture.added_rows import compute_added_rows_separately
 from backends.wgpu.capture.attention import AttentionPolicy, never_fuses
 from backends.wgpu.capture.draws import refuse_foreign_draws, refuse_undeclared_draws
 from backends.wgpu.capture.half_products import half_products
-from backends.wgpu.capture.layer_call import LayerCall, TensorSpec, close_layers, refuse_changed
+from backends.wgpu.capture.layer_call import (
+    LayerCall,
+    TensorSpec,
+    close_layers,
+    refuse_changed_call,
+)
 from backends.wgpu.capture.model_attention import can_trace_sdpa, replace_attention
 from backends.wgpu.capture.rewrites import Rewrites
 from backends.wgpu.capture.substitution import named_tensors, substitute_tensors
@@ -423,7 +428,7 @@ def _capture_kinds(calls: Sequence[LayerCall]) -> list[Kind]:
 
 
 def _capture_kind(call: LayerCall) -> Kind:
-    refuse_changed(call)
+    refuse_changed_call(call)
     output_numbers = [
         number for number, has_grad in enumerate(call.outputs_with_grad or ()) if has_grad
     ]
@@ -438,7 +443,7 @@ def _capture_kind(call: LayerCall) -> Kind:
         results, _ = call.run(inputs)
         if call.outputs_with_grad is None:
             return [result.detach() for result in results]
-        targets = [x for x, spec in zip(inputs, call.inputs, strict=True) if spec.differentiable]
+        targets = [x for x, spec in zip(inputs, call.inputs, strict=True) if spec.is_differentiable]
         outputs = [results[number] for number in output_numbers]
         grads = torch.autograd.grad(outputs, targets, grad_outputs, allow_unused=True)
         return [*(result.detach() for result in results), *grads]

@@ -39,7 +39,7 @@ class TensorSpec:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    differentiable: bool = False
+    is_differentiable: bool = False
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorSpec:
@@ -49,7 +49,7 @@ class TensorSpec:
 
     def fake(self) -> torch.Tensor:
         """Return a new leaf tensor; in a fake mode it has no memory."""
-        return torch.empty(self.shape, dtype=self.dtype).requires_grad_(self.differentiable)
+        return torch.empty(self.shape, dtype=self.dtype).requires_grad_(self.is_differentiable)
 
 
 @dataclass(slots=True, eq=False)
@@ -197,7 +197,7 @@ class _Closed(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         results = LAYER_FORWARD(list(tensors), call.number)
         pairs = zip(results, call.outputs, strict=True)
-        ctx.mark_non_differentiable(*(x for x, spec in pairs if not spec.differentiable))
+        ctx.mark_non_differentiable(*(x for x, spec in pairs if not spec.is_differentiable))
         return tuple(results)
 
     @staticmethod
@@ -205,7 +205,7 @@ class _Closed(torch.autograd.Function):
         call: LayerCall = ctx.call
         call.outputs_with_grad = tuple(t is not None for t in grad_outputs)
         grads = iter(LAYER_BACKWARD([t for t in grad_outputs if t is not None], call.number))
-        return None, *(next(grads) if spec.differentiable else None for spec in call.inputs)
+        return None, *(next(grads) if spec.is_differentiable else None for spec in call.inputs)
 
 
 def _describe_call(  # noqa: PLR0917
@@ -250,7 +250,7 @@ def _inspect(call: LayerCall) -> None:
         call.inputs = [*call.inputs, TensorSpec((2,), torch.int32)]
 
 
-def refuse_changed(call: LayerCall) -> None:
+def refuse_changed_call(call: LayerCall) -> None:
     """Refuse a call whose computation has changed since its first run.
 
     Raises:

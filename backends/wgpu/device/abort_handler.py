@@ -18,7 +18,7 @@ _handlers: Final[list[object]] = []
 """Callbacks to keep alive: ctypes would free them."""
 
 
-def on_abort(report: Callable[[], None], exit_code: int) -> None:
+def install_abort_handler(report: Callable[[], None], exit_code: int) -> None:
     """Report and exit with `exit_code` on SIGABRT.
 
     Args:

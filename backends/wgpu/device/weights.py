@@ -15,7 +15,7 @@ from backends.wgpu.capture.substitution import named_tensors
 from backends.wgpu.device.packing import tensor_words
 from backends.wgpu.device.target import Buffer, CommandList, ComputeTarget, Copy
 from backends.wgpu.graph.table_parts import RowPart, Tables, split_rows
-from backends.wgpu.weights.host_copy import is_released, refuse_released, release
+from backends.wgpu.weights.host_copy import is_released, refuse_released_module, release
 from backends.wgpu.weights.quantized_base import QuantizedBase
 
 
@@ -41,7 +41,7 @@ class Weights:
             SamestepError: Another program has taken the module's frozen weights.
         """
         assert trainable.module is not None
-        refuse_released(trainable.module)
+        refuse_released_module(trainable.module)
         self.module: torch.nn.Module = trainable.module
         self._device = device
         self._blocks = trainable.blocks
@@ -86,7 +86,7 @@ class Weights:
         stored: dict[int, list[Quantized]] = {}
         for name, tensor in tensors.items():
             if id(tensor) not in stored:
-                parts = (self.base.stored(part) for part in self._names_on_device(name))
+                parts = (self.base.quantize(part) for part in self._names_on_device(name))
                 stored[id(tensor)] = [part for part in parts if part is not None]
 
         def values() -> dict[str, torch.Tensor]:

@@ -266,7 +266,7 @@ def _union(bounds: Sequence[Bounds | None]) -> Bounds | None:
     return min(low for low, _ in known_bounds), max(high for _, high in known_bounds)
 
 
-def _sum(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
+def _sum_bounds(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
     """Bound a sum of any part of the terms."""
     source, operand = step.args[0], bounds_of(step.args[0])
     if operand is None:
@@ -279,7 +279,7 @@ def _sum(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
     return min(operand[0] * terms, operand[0]), max(operand[1] * terms, operand[1])
 
 
-def _clamp(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
+def _clamp_bounds(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
     args = [*step.args, None, None]
     low, high = (bounds_of(x) if x is not None else None for x in args[1:3])
     low = low or bounds_of(step.kwargs.get("min"))
@@ -290,14 +290,14 @@ def _clamp(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
     return min(lower, upper), max(lower, upper)
 
 
-def _remainder(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
+def _remainder_bounds(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
     divisor = bounds_of(step.args[1])
     if divisor is None or divisor[0] <= 0:
         return None
     return 0, divisor[1] if step.value.dtype.is_floating_point else divisor[1] - 1
 
 
-def _quotient(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
+def _quotient_bounds(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
     left, right = (bounds_of(x) for x in step.args[:2])
     if left is None or right is None or right[0] <= 0:
         return None
@@ -306,7 +306,7 @@ def _quotient(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
     return min(left[0], 0), max(left[1], 0)
 
 
-def _power(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
+def _power_bounds(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
     left, right = (bounds_of(x) for x in step.args[:2])
     if left is None or right is None or not 0 <= right[0] <= right[1] <= 64:
         return None
@@ -316,17 +316,17 @@ def _power(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
     return (0 if left[0] >= 0 else -largest_power), largest_power
 
 
-def _negation(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
+def _negation_bounds(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
     operand = bounds_of(step.args[0])
     return None if operand is None else (-operand[1], -operand[0])
 
 
-def _absolute(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
+def _absolute_bounds(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
     operand = bounds_of(step.args[0])
     return None if operand is None else (0, max(abs(operand[0]), abs(operand[1])))
 
 
-def _arange(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
+def _arange_bounds(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
     del bounds_of
     numbers = [x for x in step.args if isinstance(x, int | float)]
     return (min(0, *numbers), max(0, *numbers)) if len(numbers) == len(step.args) else None
@@ -336,12 +336,12 @@ def _first_operand(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
     return bounds_of(step.args[0])
 
 
-def _positive(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
+def _relu_bounds(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
     operand = bounds_of(step.args[0])
     return None if operand is None else (max(operand[0], 0), max(operand[1], 0))
 
 
-def _rounding(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
+def _rounding_bounds(step: _Step, bounds_of: _BoundsOf) -> Bounds | None:
     operand = bounds_of(step.args[0])
     return None if operand is None else (operand[0] - 1, operand[1] + 1)
 
@@ -363,32 +363,32 @@ _RULES: Final[Mapping[Any, Callable[[_Step, _BoundsOf], Bounds | None]]] = {
     _aten.maximum.default: _corners(max),
     _aten.minimum.default: _corners(min),
     **dict.fromkeys(
-        (_aten.sum.default, _aten.sum.dim_IntList, _aten.cumsum.default), _sum
+        (_aten.sum.default, _aten.sum.dim_IntList, _aten.cumsum.default), _sum_bounds
     ),
-    _aten.clamp.default: _clamp,
-    **dict.fromkeys((_aten.remainder.Scalar, _aten.remainder.Tensor), _remainder),
+    _aten.clamp.default: _clamp_bounds,
+    **dict.fromkeys((_aten.remainder.Scalar, _aten.remainder.Tensor), _remainder_bounds),
     **dict.fromkeys(
         (
             _aten.floor_divide.default, _aten.div.Tensor_mode, _aten.div.Tensor,
             _aten.div.Scalar,
         ),
-        _quotient,
+        _quotient_bounds,
     ),
     _aten.mean.dim: _first_operand,
     _aten.mean.default: _first_operand,
-    _aten.relu.default: _positive,
+    _aten.relu.default: _relu_bounds,
     **dict.fromkeys(
         (_aten.floor.default, _aten.ceil.default, _aten.trunc.default, _aten.round.default),
-        _rounding,
+        _rounding_bounds,
     ),
     _aten.detach.default: _first_operand,
     **dict.fromkeys(
-        (_aten.pow.Tensor_Scalar, _aten.pow.Tensor_Tensor, _aten.pow.Scalar), _power
+        (_aten.pow.Tensor_Scalar, _aten.pow.Tensor_Tensor, _aten.pow.Scalar), _power_bounds
     ),
-    _aten.neg.default: _negation,
-    _aten.abs.default: _absolute,
+    _aten.neg.default: _negation_bounds,
+    _aten.abs.default: _absolute_bounds,
     **dict.fromkeys(
-        (_aten.arange.default, _aten.arange.start, _aten.arange.start_step), _arange
+        (_aten.arange.default, _aten.arange.start, _aten.arange.start_step), _arange_bounds
     ),
     _aten.full.default: lambda step, bounds_of: bounds_of(step.args[1]),
     _aten.full_like.default: lambda step, bounds_of: bounds_of(step.args[1]),

@@ -48,7 +48,7 @@ class _TensorLike(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
     @property
-    def differentiable(self) -> bool: ...
+    def is_differentiable(self) -> bool: ...
 
 
 class _Call(Protocol):
@@ -146,7 +146,7 @@ def _layer_backward(grad_outputs: Sequence[torch.Tensor], call: int) -> list[tor
     return [
         torch.empty(spec.shape, dtype=spec.dtype)
         for spec in _calls[call].inputs
-        if spec.differentiable
+        if spec.is_differentiable
     ]
 
 

@@ -38,7 +38,7 @@ def _window_indices(
     return indices_or_padding.reshape(math.prod(window), math.prod(output_sizes))
 
 
-def _reading_outputs(
+def _reader_indices(
     input_sizes: Sequence[int], output_sizes: Sequence[int], window: Sequence[int], geometry: Any
 ) -> torch.Tensor:
     """Return (K, P): for each position in a window and each input position, the output that
@@ -83,7 +83,7 @@ def _transposed_convolution(
     """Apply the transpose of a convolution with (O, C / G, K...) to (N, O, L...)."""
     input_sizes, output_sizes, window = shape[2:], x.shape[2:], weight.shape[2:]
     windows = _gather(
-        x, _reading_outputs(input_sizes, output_sizes, window, geometry)
+        x, _reader_indices(input_sizes, output_sizes, window, geometry)
     )  # (N, O, K, P)
     batch, channels, taps, positions = windows.shape
     transposed_weight = weight.reshape(groups, channels // groups, -1, taps).transpose(
@@ -246,9 +246,7 @@ def max_pool2d_with_indices_backward(  # noqa: PLR0917
         return NotImplemented
     window = [*kernel_size] * (2 if len(kernel_size) == 1 else 1)
     geometry = _geometry(window, stride, padding, dilation)
-    output_indices = _reading_outputs(
-        x.shape[2:], grad_output.shape[2:], window, geometry
-    )  # (K, P)
+    output_indices = _reader_indices(x.shape[2:], grad_output.shape[2:], window, geometry)  # (K, P)
     grad_outputs, max_positions = (
         _gather(grad_output, output_indices),
         _gather(indices, output_indices, -1),
@@ -294,7 +292,7 @@ def avg_pool2d_backward(  # noqa: PLR0917
     geometry = _geometry(window, stride, padding, (1,))
     indices = _window_indices(x.shape[2:], grad_output.shape[2:], window, geometry)
     term_weights = _term_weights(x, indices, count_include_pad, divisor_override)
-    output_indices = _reading_outputs(x.shape[2:], grad_output.shape[2:], window, geometry)
+    output_indices = _reader_indices(x.shape[2:], grad_output.shape[2:], window, geometry)
     return _gather(grad_output.flatten(2) * term_weights, output_indices).sum(2).reshape(x.shape)
 
 

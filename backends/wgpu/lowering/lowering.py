@@ -71,14 +71,14 @@ class CallStep:
 
     Attributes:
         call: The layer call's number.
-        forward: Whether this is the layer's forward.
+        is_forward: Whether this is the layer's forward.
         reads: Inputs of the forward, or gradients of outputs in the backward; each has its own
             buffer.
         writes: Results that are used, by index.
     """
 
     call: int
-    forward: bool
+    is_forward: bool
     reads: tuple[fx.Node, ...]
     writes: Mapping[int, fx.Node]
 

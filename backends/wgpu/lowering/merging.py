@@ -51,7 +51,8 @@ class _Group:
 
     Attributes:
         members: Kernels in order.
-        bound: Binding numbers by (value, type); outputs come last.
+        bound: Binding numbers of the values that members read, by (value, type); the outputs
+            follow them.
     """
 
     members: list[Kernel] = field(default_factory=list)

@@ -81,6 +81,6 @@ def list_products(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node, Result | No
             column += shape_of(right)[1]
     elif node.target is SUM_OF_PRODUCTS:
         for number, (left, right) in enumerate(zip(lefts, rights, strict=True)):
-            yield left, right, Result(row, onto=number > 0)
+            yield left, right, Result(row, accumulates=number > 0)
     else:
         yield lefts, rights, None

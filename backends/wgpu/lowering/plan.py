@@ -113,7 +113,7 @@ def make_plan(
         ):
             builder.kernel(kernel, builder.scope)
         for step in (step for step in kernels_and_calls if isinstance(step, CallStep)):
-            (builder.layer_forward if step.forward else builder.layer_backward)(step)
+            (builder.layer_forward if step.is_forward else builder.layer_backward)(step)
     outputs = tuple(None if node is None else builder.scope[node] for node in outer.outputs)
     segments = _segments(builder.dispatches, outputs, groups)
     locations, slots = _allocate(builder, outputs, segments)

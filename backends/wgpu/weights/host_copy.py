@@ -27,7 +27,7 @@ def is_released(parameter: torch.Tensor) -> bool:
     return has_one_value and bool(parameter.view(-1)[0].isnan())
 
 
-def refuse_released(module: torch.nn.Module) -> None:
+def refuse_released_module(module: torch.nn.Module) -> None:
     """Refuse a module whose frozen values were released to another device.
 
     Raises:

@@ -89,7 +89,7 @@ class QuantizedBase(BaseLayout):
             table = self._sources.pop(name)
             self._sources |= {str(part): table[part.first : part.end] for part in tables[name]}
 
-    def stored(self, name: str) -> Quantized | None:
+    def quantize(self, name: str) -> Quantized | None:
         """Return a quantized weight before its upload; None if it stays float32 or has been
         uploaded."""
         source = self._sources.get(name)

@@ -71,7 +71,7 @@ class _Gradient:
         if node.target is _aten.mm.default:
             return self._add(_aten.mm.default, self._slice(arguments[0], 0), arguments[1])
         if node.target is _aten.index_put.default and len(arguments) == 4 and arguments[3] is True:
-            return self._scattered(node, *arguments[:3])
+            return self._scatter_part(node, *arguments[:3])
         raise self._refusal(node)
 
     def _refusal(self, node: fx.Node) -> SamestepError:
@@ -94,7 +94,7 @@ class _Gradient:
     def _slice(self, node: fx.Node, dim: int) -> fx.Node:
         return self._add(_aten.slice.Tensor, node, dim, self._part.first, self._part.end)
 
-    def _scattered(
+    def _scatter_part(
         self, node: fx.Node, under: fx.Node, indices: Sequence[fx.Node | None], values: fx.Node
     ) -> fx.Node:
         """Scatter a part's rows; rows of other parts are added as zeros at a clamped index."""

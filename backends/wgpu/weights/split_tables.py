@@ -162,7 +162,7 @@ class _Table:
         product = insert_node(
             self._graph, reader, JOINED_PRODUCTS, self._left_operand(reader), transposed
         )
-        return self._shaped(reader, product)
+        return self._restore_shape(reader, product)
 
     def _sum_over_parts(self, reader: fx.Node) -> fx.Node:
         """Compute G @ table: the sum of the products with the parts, in order."""
@@ -172,7 +172,7 @@ class _Table:
             for part in self._parts
         ]
         product = insert_node(self._graph, reader, SUM_OF_PRODUCTS, lefts, self._nodes)
-        return self._shaped(reader, product)
+        return self._restore_shape(reader, product)
 
     def _left_operand(self, reader: fx.Node) -> fx.Node:
         """Flatten the left operand's batch: all its matrices use the same table."""
@@ -184,7 +184,7 @@ class _Table:
         flat = [shape[0] * shape[1], shape[2]]
         return insert_node(self._graph, reader, _aten.reshape.default, left, flat)
 
-    def _shaped(self, reader: fx.Node, product: fx.Node) -> fx.Node:
+    def _restore_shape(self, reader: fx.Node, product: fx.Node) -> fx.Node:
         if len(shape_of(reader)) == 2:
             return product
         return insert_node(self._graph, reader, _aten.reshape.default, product, [*shape_of(reader)])

@@ -135,7 +135,9 @@ def _run_comparison(
 ) -> str:
     template = _templates(device, as_on_a_card=as_on_a_card)
     try:
-        compiled = CompiledProgram(device, Trainable(blocks, module, loss_of), template, adds=True)
+        compiled = CompiledProgram(
+            device, Trainable(blocks, module, loss_of), template, adds_on_device=True
+        )
         with contextlib.closing(compiled):
             batch_list = [
                 Batch({n: value.numpy() for n, value in one.items()}, 1.0) for one in batches

@@ -57,7 +57,7 @@ def batch(width=WIDTH):
 
 def program_of(device, module, base_dtype, example):
     template = Templates(not device.adapter.software, MatmulTuner(device).shader)
-    program = CompiledProgram(device, trainable(module, base_dtype), template, adds=True)
+    program = CompiledProgram(device, trainable(module, base_dtype), template, adds_on_device=True)
     program.check(example)
     return program
 

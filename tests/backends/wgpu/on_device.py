@@ -36,7 +36,9 @@ def on_device(
     """Compute the function on the device; `cooperative` as on a GPU."""
     module = Function(function)
     template = Templates(cooperative=cooperative, matmul=MatmulTuner(device).shader)
-    program = CompiledProgram(device, Trainable((), module, lambda m, a: m(a)), template, adds=True)
+    program = CompiledProgram(
+        device, Trainable((), module, lambda m, a: m(a)), template, adds_on_device=True
+    )
     try:
         result = program.forward(tuple(tensors), {})
     finally:

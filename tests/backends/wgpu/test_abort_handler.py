@@ -12,8 +12,8 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals are POSIX's"
 
 PROGRAM = """
 import ctypes, os, sys, threading
-from backends.wgpu.device.abort_handler import on_abort
-on_abort(lambda: print("so it ends", file=sys.stderr, flush=True), 7)
+from backends.wgpu.device.abort_handler import install_abort_handler
+install_abort_handler(lambda: print("so it ends", file=sys.stderr, flush=True), 7)
 {end}
 """
 

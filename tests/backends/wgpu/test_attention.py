@@ -259,7 +259,7 @@ def assert_fused(module: nn.Module, loss: Any, batch: Batch) -> None:
 def trained(device: Any, job: Any, batch: Batch) -> tuple[CompiledProgram, Any]:
     """As on a GPU."""
     templates = Templates(cooperative=True, matmul=small_tiles)
-    program = CompiledProgram(device, job, templates, adds=True)
+    program = CompiledProgram(device, job, templates, adds_on_device=True)
     program.check(batch)
     return program, gradients(program, batch)
 

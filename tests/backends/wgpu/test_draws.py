@@ -108,7 +108,7 @@ def test_microbatch_draws_follow_its_seed(device):
     x = np.random.default_rng(0).standard_normal((4, 8, 8)).astype(np.float32)
     batch = Batch({"x": x}, 4.0)
     template = Templates(cooperative=False, matmul=MatmulTuner(device).shader)
-    program = CompiledProgram(device, job, template, adds=True)
+    program = CompiledProgram(device, job, template, adds_on_device=True)
     one, two, repeat = (gradients(program, batch, seed) for seed in (1, 2, 1))
     program.close()
     for number, block in enumerate(job.blocks):

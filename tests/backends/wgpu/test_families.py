@@ -182,7 +182,7 @@ def compiled(device) -> Iterator[Callable[..., CompiledProgram]]:
     ) -> CompiledProgram:
         templates = Templates(cooperative, MatmulTuner(device).shader, bindings=bindings)
         job = trainable(module, loss)
-        programs.append(CompiledProgram(device, job, templates, adds=True))
+        programs.append(CompiledProgram(device, job, templates, adds_on_device=True))
         return programs[-1]
 
     yield compile_

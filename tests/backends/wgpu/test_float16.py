@@ -92,7 +92,7 @@ def expected(module: nn.Module, loss: Any, sample_batch: Batch) -> dict[str, tor
 def program_of(device, module, loss, *, precision="float16", cooperative=True):
     templates = Templates(cooperative, small_tiles, bindings=16, is_float16=precision == "float16")
     job = trainable(module, loss, precision=precision)
-    program = CompiledProgram(device, job, templates, adds=True)
+    program = CompiledProgram(device, job, templates, adds_on_device=True)
     program.loss_scale = SCALE if precision == "float16" else 1.0
     return job, program
 

@@ -113,7 +113,7 @@ def test_product_accumulates_into_a_slice(device, m, n, row, offset):
     bindings = [*case.bindings, before.copy()]
     expected = before.astype(np.float64)
     expected[:, offset : offset + n] += case.expected[0]
-    problem = replace(case.problem, into=Result(row, offset, onto=True))
+    problem = replace(case.problem, into=Result(row, offset, accumulates=True))
     first = None
     lanes = measure_matmul_traits(device).subgroup
     kernels: list[Lanes | Tiles] = [SMALL_TILES]

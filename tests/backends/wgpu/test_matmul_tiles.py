@@ -78,7 +78,9 @@ def test_whole_model_on_tiled_kernels(device, base_dtype):
     module = qwen3_with_lora(hidden_size=WIDTH, attn_implementation="sdpa")
     job = trainable(module, next_token_loss, base_dtype=base_dtype)
     reference = EagerBackend("cpu").compile(copy.deepcopy(job), text())
-    program = CompiledProgram(device, job, Templates(cooperative=True, matmul=shader), adds=True)
+    program = CompiledProgram(
+        device, job, Templates(cooperative=True, matmul=shader), adds_on_device=True
+    )
     program.check(text())
     first, repeat = (gradients(program, text(), seed) for seed in (0, 5))
     for number, values in gradients(reference, text()).items():

@@ -51,7 +51,7 @@ def block_loss(module, arrays):
 def results(device, job, batch, bindings):
     """Return the gradients, and the number of dispatches."""
     program = CompiledProgram(
-        device, job, Templates(True, small_tiles, bindings=bindings), adds=True
+        device, job, Templates(True, small_tiles, bindings=bindings), adds_on_device=True
     )
     program.check(batch)
     values = gradients(program, batch)

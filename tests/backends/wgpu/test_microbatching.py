@@ -43,7 +43,9 @@ def compiled(  # noqa: PLR0917
 ) -> CompiledProgram:
     changes = {"cooperative": True} | changes
     template = Templates(matmul=matmul, microbatches=at_once, **changes)
-    program = CompiledProgram(target, job, template, adds=True, largest_bytes=largest_bytes)
+    program = CompiledProgram(
+        target, job, template, adds_on_device=True, largest_bytes=largest_bytes
+    )
     program.check(batch)
     return program
 

@@ -48,7 +48,7 @@ def compiled(device) -> Iterator[Any]:
 
     def compile_(job: Trainable, example: Batch) -> CompiledProgram:
         template = Templates(not device.adapter.software, MatmulTuner(device).shader)
-        program = CompiledProgram(device, job, template, adds=True)
+        program = CompiledProgram(device, job, template, adds_on_device=True)
         programs.append(program)
         program.check(example)
         return program
@@ -72,7 +72,7 @@ def of_a_bert(device) -> Iterator[CompiledProgram]:
 
 def _compiled(device: Any, job: Trainable, example: Batch) -> Iterator[CompiledProgram]:
     template = Templates(not device.adapter.software, MatmulTuner(device).shader)
-    program = CompiledProgram(device, job, template, adds=True)
+    program = CompiledProgram(device, job, template, adds_on_device=True)
     program.check(example)
     yield program
     program.close()
@@ -321,7 +321,7 @@ def test_subtree_uses_one_upload_per_microbatch_and_one_readback_per_block(of_a_
 def test_sums_are_added_on_the_host_without_room_or_exactness(device):
     job = trainable(llama(), next_token_loss)
     template = Templates(not device.adapter.software, MatmulTuner(device).shader)
-    inexact = CompiledProgram(device, job, template, adds=False)
+    inexact = CompiledProgram(device, job, template, adds_on_device=False)
     assert inexact.gradients([(text(), 0)] * 2).sums is not None
     inexact.close()
     memory = [Estimate(10, 60, 5, (0, ""))]
@@ -337,7 +337,7 @@ def test_held_sums_yield_memory_to_a_plan(device, monkeypatch):
     template = Templates(not device.adapter.software, MatmulTuner(device).shader)
 
     def program() -> CompiledProgram:
-        made = CompiledProgram(device, job, template, adds=True)
+        made = CompiledProgram(device, job, template, adds_on_device=True)
         made.check(small)
         return made
 

@@ -78,7 +78,7 @@ def test_gradients_are_those_of_the_cpu_with_the_same_weights(device, base_dtype
     )
     reference = EagerBackend("cpu").compile(trainable(copy.deepcopy(module), base_dtype), batch)
     template = Templates(not device.adapter.software, MatmulTuner(device).shader)
-    program = CompiledProgram(device, trainable(module, base_dtype), template, adds=True)
+    program = CompiledProgram(device, trainable(module, base_dtype), template, adds_on_device=True)
     program.check(batch)
     expected, on_device = gradients(reference, batch), gradients(program, batch)
     program.close()

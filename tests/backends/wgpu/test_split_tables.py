@@ -39,7 +39,9 @@ limit."""
 
 def program_of(device, job, batch, largest_bytes=LARGEST):
     template = Templates(not device.adapter.software, MatmulTuner(device).shader)
-    program = CompiledProgram(device, job, template, adds=False, largest_bytes=largest_bytes)
+    program = CompiledProgram(
+        device, job, template, adds_on_device=False, largest_bytes=largest_bytes
+    )
     program.check(batch)
     return program
 
@@ -187,7 +189,9 @@ def test_values_are_readable_after_the_host_released_them(device, base_dtype, la
         widened(qwen3_with_lora, tie_word_embeddings=True), next_token_loss, base_dtype=base_dtype
     )
     template = Templates(not device.adapter.software, MatmulTuner(device).shader)
-    program = CompiledProgram(device, job, template, adds=False, largest_bytes=largest_bytes)
+    program = CompiledProgram(
+        device, job, template, adds_on_device=False, largest_bytes=largest_bytes
+    )
     values = program.make_value_reader()
     before = values()
     program.check(short())
@@ -264,7 +268,7 @@ def test_trained_table_is_loaded_and_summed_in_parts(device):
     draws = np.random.default_rng(1)
     values = [draws.normal(0, 0.05, block.elements).astype(np.float32) for block in job.blocks]
     template = Templates(not device.adapter.software, MatmulTuner(device).shader)
-    program = CompiledProgram(device, job, template, adds=True, largest_bytes=LARGEST)
+    program = CompiledProgram(device, job, template, adds_on_device=True, largest_bytes=LARGEST)
     program.check(short())
     before = gradients(program, short())
     program.load(values)

@@ -155,7 +155,7 @@ def test_program_refuses_invalid_indices_in_training_and_evaluation(device):
 
     job = Trainable(cut_into_blocks(module), module, loss, evaluate)
     template = Templates(not device.adapter.software, MatmulTuner(device).shader)
-    program = CompiledProgram(device, job, template, adds=True)
+    program = CompiledProgram(device, job, template, adds_on_device=True)
     try:
         valid_batch, invalid_batch = Batch(make_arrays(), 2.0), Batch(make_arrays(99), 2.0)
         program.check(valid_batch)

@@ -46,14 +46,14 @@ class Layout:
         head_size: Elements of a vector.
         rows: Rows of a workgroup.
         width: Vec4 of a vector in workgroup memory at a time; a multiple of 8.
-        resident: Whether each tile has its own array.
+        is_resident: Whether each tile has its own array.
     """
 
     kernel: AttentionKernel
     head_size: int
     rows: int
     width: int
-    resident: bool
+    is_resident: bool
 
     @property
     def invocations(self) -> int:
@@ -77,10 +77,10 @@ class Layout:
         """Return the name of the array that holds a tile."""
         rows, columns = TILES[self.kernel]
         if tile in columns:
-            return ("right", "other")[columns.index(tile) if self.resident else 0]
+            return ("right", "other")[columns.index(tile) if self.is_resident else 0]
         if tile in rows:
-            return ("left", "beside")[rows.index(tile) if self.resident else 0]
-        return "weights" if self.resident else "left"
+            return ("left", "beside")[rows.index(tile) if self.is_resident else 0]
+        return "weights" if self.is_resident else "left"
 
     @property
     def arrays(self) -> dict[str, int]:
@@ -107,9 +107,9 @@ def choose_layout(kernel: AttentionKernel, sizes: AttentionSizes, workgroup_byte
     extent = sizes.keys if kernel == "keys" else sizes.queries
     rows = _ROWS if extent > BLOCK else BLOCK
     full_width = -(-sizes.head_size // BLOCK) * ACROSS
-    layouts = [Layout(kernel, sizes.head_size, rows, full_width, resident=True)]
+    layouts = [Layout(kernel, sizes.head_size, rows, full_width, is_resident=True)]
     layouts += [
-        Layout(kernel, sizes.head_size, rows, min(width, full_width), resident=False)
+        Layout(kernel, sizes.head_size, rows, min(width, full_width), is_resident=False)
         for width in (2 * ACROSS, ACROSS)
     ]
     budget = min(workgroup_bytes, _MOST_BYTES)

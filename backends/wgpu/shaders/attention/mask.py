@@ -41,7 +41,7 @@ def visible_scores(problem: AttentionProblem) -> list[str]:
                 (column, clamped_row) if by_key else (clamped_row, column)
                 for column in clamped_columns
             ]
-            values = ", ".join(f"mask[{mask.at('batch', 'head', *pair)}]" for pair in pairs)
+            values = ", ".join(f"mask[{mask.index('batch', 'head', *pair)}]" for pair in pairs)
             if problem.is_mask_boolean:
                 conditions.append(f"(vec4u({values}) != vec4u(0u))")
             else:

@@ -39,7 +39,7 @@ class View:
     offset: int
     is_half: bool = False
 
-    def at(self, *indices: str) -> str:
+    def index(self, *indices: str) -> str:
         """Return the index of an element, as a WGSL expression of type u32."""
         terms = [
             index if stride == 1 else f"{index} * {stride}u"

@@ -269,7 +269,7 @@ class _Kernel:
 
     def _load_rows(self, steps: Steps) -> None:
         """Load the rows' vectors if they stay resident in workgroup memory."""
-        for tile in TILES[self.problem.kernel][0] if self.layout.resident else ():
+        for tile in TILES[self.problem.kernel][0] if self.layout.is_resident else ():
             steps.add(self._load_tile(tile, 0, "first_row"))
             steps.add(self._store_tile(tile, 0), writes=[self.layout.array(tile)])
 
@@ -309,7 +309,7 @@ class _Kernel:
 
     def _plan_loads(self, stages: Sequence[_Stage]) -> list[list[tuple[str, int]]]:
         """List for each stage the tiles that workgroup memory does not already hold."""
-        rows = TILES[self.problem.kernel][0] if self.layout.resident else ()
+        rows = TILES[self.problem.kernel][0] if self.layout.is_resident else ()
         contents: dict[str, tuple[str, int]] = {}
         loads = []
         for stage in stages:
@@ -387,7 +387,7 @@ class _Kernel:
 
     def _address(self, name: str, row: str, column: str) -> str:
         head = "head" if name in {"query", "grad_output"} else "pair"
-        return self.vectors[name][0].at("batch", head, f"({row})", f"({column})")
+        return self.vectors[name][0].index("batch", head, f"({row})", f"({column})")
 
     def _sums(self, name: str) -> list[str]:
         return [f"var {name}{i}_{n} = vec4f(0.0);" for i in range(4) for n in self.sums]
@@ -450,7 +450,7 @@ class _Kernel:
             self._products("s", *scores),
             self._products("t", *gradients),
         )
-        if not self.layout.resident:
+        if not self.layout.is_resident:
             return [*scores_stages, *gradient_stages]
         return [
             _Stage(
@@ -513,7 +513,7 @@ class _Kernel:
         assert delta is not None
         last_query = self.sizes.queries - 1
         reads = [
-            f"delta[{delta.at('batch', 'head', f'min({first_query} + {i}u, {last_query}u)')}]"
+            f"delta[{delta.index('batch', 'head', f'min({first_query} + {i}u, {last_query}u)')}]"
             for i in range(4)
         ]
         return [f"let delta4 = vec4f({', '.join(reads)});"]

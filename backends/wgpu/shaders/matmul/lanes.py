@@ -246,7 +246,7 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: v
         return "\n".join(lines)
 
     def _add_to_output(self, sums: Sequence[str], outputs: Sequence[str]) -> list[str]:
-        if not self.problem.result.onto:
+        if not self.problem.result.accumulates:
             return [*sums]
         return [f"{output} + {sum_}" for output, sum_ in zip(outputs, sums, strict=True)]
 

@@ -47,12 +47,12 @@ class Result:
     Attributes:
         row: Distance between rows.
         offset: Offset of the first element; multiples of 4 are stored faster.
-        onto: Whether the sums are added to the buffer's content.
+        accumulates: Whether the sums are added to the buffer's content.
     """
 
     row: int
     offset: int = 0
-    onto: bool = False
+    accumulates: bool = False
 
     def is_aligned(self, elements: int) -> bool:
         """Whether groups of `elements` consecutive elements can be stored at once."""
@@ -122,7 +122,7 @@ class MatmulProblem:
         alignment."""
         a, b = (replace(x, offset=x.offset % _ALIGNMENT) for x in (self.a, self.b))
         into = None
-        if self.into is not None and self.into != Result(self.n, onto=self.into.onto):
+        if self.into is not None and self.into != Result(self.n, accumulates=self.into.accumulates):
             into = Result(self.into.row, self.into.offset % _ALIGNMENT)
         return replace(self, a=a, b=b, into=into, finish=None)
 
@@ -152,5 +152,5 @@ def split_into_dispatches(problem: MatmulProblem) -> Iterator[MatmulProblem]:
         a = replace(problem.a, offset=problem.a.offset + start * problem.a.strides[2])
         b = replace(problem.b, offset=problem.b.offset + start * problem.b.strides[1])
         k = min(MOST_TERMS, problem.k - start)
-        onto = replace(result, onto=result.onto or start > 0)
-        yield replace(problem, k=k, a=a, b=b, into=onto)
+        part_result = replace(result, accumulates=result.accumulates or start > 0)
+        yield replace(problem, k=k, a=a, b=b, into=part_result)

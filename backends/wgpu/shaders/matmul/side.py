@@ -41,13 +41,13 @@ class Side:
 
     def along_k(self, elements: int) -> bool:
         """Whether groups of `elements` along k are contiguous and aligned."""
-        return self.inner == 1 and self._aligned(elements, self.outer, self.k)
+        return self.inner == 1 and self._are_aligned(elements, self.outer, self.k)
 
     def along_outer(self, elements: int) -> bool:
         """Whether groups of `elements` along the outer dimension are contiguous and aligned."""
-        return self.outer == 1 and self._aligned(elements, self.inner, self.extent)
+        return self.outer == 1 and self._are_aligned(elements, self.inner, self.extent)
 
-    def _aligned(self, elements: int, *numbers: int) -> bool:
+    def _are_aligned(self, elements: int, *numbers: int) -> bool:
         return all(number % elements == 0 for number in (*numbers, self.batch, self.offset))
 
     def base(self, batch: str) -> str:

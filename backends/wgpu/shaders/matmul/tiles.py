@@ -302,7 +302,7 @@ def _output_rows(problem: MatmulProblem, tiles: Tiles) -> str:
 def _store(problem: MatmulProblem, tiles: Tiles, *, vector: bool) -> str:
     lines = []
     for sums, target, guard in _outputs(problem, tiles, vector=vector):
-        value = f"{target} + {sums}" if problem.result.onto else sums
+        value = f"{target} + {sums}" if problem.result.accumulates else sums
         statements = [f"{target} = {value};"]
         if (finish := problem.finish) is not None:
             first_index = target.removeprefix("out[").removesuffix("]").removesuffix(" / 4u")

@@ -46,7 +46,7 @@ def _on(target: ComputeTarget, template: Templates) -> list[torch.Tensor]:
     draw = torch.Generator().manual_seed(0)
     operands = [torch.randn((1, 2, 45, 20), generator=draw) for _ in range(4)]
     task = Trainable((), Function(_attention), lambda m, a: m(a))
-    program = CompiledProgram(target, task, template, adds=False)
+    program = CompiledProgram(target, task, template, adds_on_device=False)
     try:
         results: list[torch.Tensor] = [*program.forward(tuple(operands), {})]
     finally:
