@@ -922,7 +922,7 @@ def _join(call: script.Call, joined_by: JoinOptions, on_log: OnLog | None) -> Fi
     )
     worker = WorkerThread(
         target, joined_by.device, joined_by.credentials, joined_by.print_line, event_queue,
-        find_again=joined_by.find_again, reports_rows=on_log is not None,
+        search_again=joined_by.search_again, reports_rows=on_log is not None,
     )  # fmt: skip
     try:
         with queue_interrupts(event_queue):

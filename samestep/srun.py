@@ -150,7 +150,7 @@ class SrunStep:
             credentials=WorkerCredentials(),
             duty="train",
             print_line=_ignore_line,
-            find_again=lambda: find_in_file(path, 0.0, _ignore_line),
+            search_again=lambda: find_in_file(path, 0.0, _ignore_line),
             failure=self._failure,
         )
 

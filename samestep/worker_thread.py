@@ -20,7 +20,7 @@ from protocol.wire.messages import Commit, EndRun, Halt, StartRun, Welcome
 from protocol.wire.transport import Channel
 from samestep.coordinator_subprocess import EventQueue, NewRow
 from worker.join.credentials import WorkerCredentials
-from worker.shell.client import Client, FindAgain, Target
+from worker.shell.client import Client, CoordinatorSearch, Target
 from worker.shell.group_engine import DeviceSet
 from worker.tasks.base.task import Task
 from worker.tasks.registry import build
@@ -113,7 +113,7 @@ class WorkerThread:
         credentials: Join token or key.
         print_line: Prints a line.
         event_queue: Receives `WorkerEnded` and `Stalled`, and with `reports_rows` also `NewRow`.
-        find_again: Searches again for a coordinator that was found on the network.
+        search_again: Searches again for a coordinator that was found on the network.
         devices: Several devices, each in a process of its own, instead of `device`.
         reports_rows: Whether to report the row of each committed step.
     """
@@ -126,14 +126,14 @@ class WorkerThread:
         print_line: Callable[[str], None],
         event_queue: EventQueue,
         *,
-        find_again: FindAgain | None = None,
+        search_again: CoordinatorSearch | None = None,
         devices: DeviceSet | None = None,
         reports_rows: bool = False,
     ) -> None:
         self.rows: dict[int, dict[str, float]] = {}
         self._target, self._credentials, self._print_line = target, credentials, print_line
         self._backend_factory = devices or _LocalBackend(target.backend, device)
-        self._event_queue, self._find_again = event_queue, find_again
+        self._event_queue, self._search_again = event_queue, search_again
         self._reports_rows = reports_rows
         self._client: _OneRunClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -189,7 +189,7 @@ class WorkerThread:
             self._backend_factory,
             self._credentials,
             self._print_line,
-            find_again=self._find_again,
+            search_again=self._search_again,
         )
         client.rows = self.rows
         client.on_halt = lambda reason: self._event_queue.put(Stalled(reason))

@@ -253,7 +253,7 @@ def script(
     arguments: Annotated[list[str] | None, typer.Argument()] = None,
 ) -> None:
     """Run a script; each `samestep.fit` in it joins the coordinator's run of the same script."""
-    from worker.main import find_again, find_coordinator
+    from worker.main import find_coordinator, make_repeated_search
     from worker.scripts.launch import JoinOptions, run_script
 
     options = context.obj
@@ -272,7 +272,7 @@ def script(
         credentials=options.credentials,
         duty=options.duty,
         print_line=print_line,
-        find_again=find_again(options),
+        search_again=make_repeated_search(options),
     )
     run_script(path, arguments or (), join)
 

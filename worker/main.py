@@ -27,7 +27,7 @@ from protocol.machine.trace import Tracer
 from worker.join.address import LOCAL_COORDINATOR, find_in_file, has_listener
 from worker.join.credentials import WorkerCredentials
 from worker.local_device import LocalDevice
-from worker.shell.client import Client, FindAgain, Target
+from worker.shell.client import Client, CoordinatorSearch, Target
 from worker.shell.device_processes import DeviceProcesses
 from worker.shell.group_engine import DeviceSet
 
@@ -146,8 +146,8 @@ async def _serve(options: WorkerOptions, group: GroupBackendFactory | None = Non
     devices = group or _devices(options, print_line, warn)
     if reason := why_not_native():
         print_line(reason)
-    search = find_again(options)
-    client = Client(target, devices, options.credentials, print_line, tracer, find_again=search)
+    search = make_repeated_search(options)
+    client = Client(target, devices, options.credentials, print_line, tracer, search_again=search)
     _end_on_signals(client, supervisor)
     watch = LoopWatch(
         lambda pause_ms: print_line(f"the event loop was blocked for {pause_ms:.0f} ms")
@@ -204,7 +204,7 @@ async def _search(options: WorkerOptions, print_line: Callable[[str], None]) -> 
     return await _search_network(options, options.retry_for_s, print_line)
 
 
-def find_again(options: WorkerOptions) -> FindAgain | None:
+def make_repeated_search(options: WorkerOptions) -> CoordinatorSearch | None:
     """Return a function that searches again; None if the user gave the coordinator's address."""
     if (path := options.address_file) is not None:
         return lambda: find_in_file(path, 0.0, lambda _: None)

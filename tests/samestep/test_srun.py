@@ -63,7 +63,7 @@ def test_other_tasks_find_the_address_that_task_0_publishes(home):
         step.publish("127.0.0.1", 4321)
         options = step.join_options("cpu", None)
         assert (
-            options.find_coordinator() == asyncio.run(options.find_again()) == ("127.0.0.1", 4321)
+            options.find_coordinator() == asyncio.run(options.search_again()) == ("127.0.0.1", 4321)
         )
     assert not list((home / "srun").iterdir())
 

@@ -174,7 +174,7 @@ class CopyState:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class PrintLine:
     """Print a line for the operator."""
 
     text: str
@@ -292,4 +292,4 @@ GroupOrder = (
 """Orders to one device of a group."""
 FileAction = Locate | OpenPart | StoreChunk | Assemble | DropFiles
 ExchangeAction = ForwardToExchange | AbandonAttempt | Contribute
-Action = Transmit | Expect | Tell | Leave | DeviceAction | ExchangeAction | FileAction
+Action = Transmit | Expect | PrintLine | Leave | DeviceAction | ExchangeAction | FileAction

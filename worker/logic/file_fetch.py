@@ -29,8 +29,8 @@ from worker.logic.actions import (
     Leave,
     Locate,
     OpenPart,
+    PrintLine,
     StoreChunk,
-    Tell,
     Transmit,
 )
 
@@ -121,7 +121,7 @@ class RunFiles:
         self._run_id = message.run_id
         keep_state = message.step > 0
         if message.blobs is None:
-            line = Tell(f"run {message.run_id}: building the task {spec.task!r}")
+            line = PrintLine(f"run {message.run_id}: building the task {spec.task!r}")
             return [*drop_actions, line, Build(message.run_id, spec, keep_state=keep_state)]
         self._fetch = FileFetch(message.run_id, spec, message.blobs, keep_state=keep_state)
         return [*drop_actions, *self._fetch.start()]
@@ -248,7 +248,7 @@ class FileFetch:
                 build = Build(
                     self._run_id, event.spec, keep_state=self._keep_state, inputs=self._list_digest
                 )
-                return [Tell(task), build]
+                return [PrintLine(task), build]
             case FilesFailed():
                 return self._fail(event.error, is_local=True)
         return self._request_more()
@@ -347,7 +347,7 @@ class FileFetch:
         role_names = " and ".join(roles)
         size = _format_bytes(self._total_bytes)
         text = f"run {self._run_id}: fetching {size} of {role_names} from the coordinator"
-        return [Tell(text), *self._request_more()]
+        return [PrintLine(text), *self._request_more()]
 
     def _request_more(self) -> list[Action]:
         """Open the next large file and request as many chunks as the limits allow."""
@@ -409,7 +409,7 @@ class FileFetch:
             return []
         self._reported_quarters = quarters
         received, total = _format_bytes(self._received_bytes), _format_bytes(self._total_bytes)
-        return [Tell(f"fetched {received} of {total}")]
+        return [PrintLine(f"fetched {received} of {total}")]
 
     def _changed_file(self, file: BlobFile) -> DataError:
         """Return the error for a file that changed after the coordinator listed it."""
@@ -436,7 +436,7 @@ class FileFetch:
         return [
             DropFiles(),
             Transmit(unready),
-            Tell(f"cannot take part in {self._run_id}: {reason}"),
+            PrintLine(f"cannot take part in {self._run_id}: {reason}"),
         ]
 
 

@@ -93,8 +93,8 @@ from worker.logic.actions import (
     LoadEmbeddings,
     LoadInnerState,
     OpenDevice,
+    PrintLine,
     Restore,
-    Tell,
     Transmit,
 )
 from worker.logic.events import StepId
@@ -255,7 +255,7 @@ class WorkerSession:
     def welcome(self, message: Welcome) -> list[Action]:
         """Handle the end of the handshake."""
         self.name, self.term = message.worker, message.term
-        return [Tell(f"joined as {self.name!r}; waiting for a run"), OpenDevice()]
+        return [PrintLine(f"joined as {self.name!r}; waiting for a run"), OpenDevice()]
 
     def receive(self, message: Message, body: Body | None) -> list[Action]:
         """Handle a message from the coordinator.
@@ -292,7 +292,7 @@ class WorkerSession:
         if self._is_draining:
             return []
         self._is_draining = True
-        return [Transmit(Drain()), Tell("draining")]
+        return [Transmit(Drain()), PrintLine("draining")]
 
     def status(self) -> str:
         """Describe in one line what this worker is doing."""
@@ -380,7 +380,7 @@ class WorkerSession:
         return [
             Expect(manifest.blocks, self._run.spec.codecs),
             Transmit(ready_message, manifest.to_bytes()),
-            Tell(f"run {self.run_id}: ready on {event.device}{memory}{parity}{unit}"),
+            PrintLine(f"run {self.run_id}: ready on {event.device}{memory}{parity}{unit}"),
         ]
 
     def _build_failed(self, event: events.BuildFailed) -> list[Action]:
@@ -394,7 +394,7 @@ class WorkerSession:
         unready = Unready(
             run_id=self.run_id, reason=cut_text(reason), own=event.is_local, exit_code=exit_code
         )
-        return [Transmit(unready), Tell(f"cannot take part in {self.run_id}: {reason}")]
+        return [Transmit(unready), PrintLine(f"cannot take part in {self.run_id}: {reason}")]
 
     def _task_refused(self, event: events.TaskRefused) -> list[Action]:
         """Report that the run's result would be wrong, so that the coordinator ends the run."""
@@ -407,12 +407,12 @@ class WorkerSession:
             own=False,
             exit_code=event.error.exit_code,
         )
-        return [CancelWork(), Transmit(unready), Tell(f"run {self.run_id}: {reason}")]
+        return [CancelWork(), Transmit(unready), PrintLine(f"run {self.run_id}: {reason}")]
 
     def _end_run(self, message: EndRun, body: None) -> list[Action]:
         del body
         self._run = None
-        line = Tell(f"run {message.run_id} is over: {message.reason}")
+        line = PrintLine(f"run {message.run_id} is over: {message.reason}")
         return [CancelWork(), *self.files.drop(), line]
 
     # Transfer of a replica's state.
@@ -705,7 +705,7 @@ class WorkerSession:
         del body
         if self._run is not None and self._run.task is not None:
             self._run.task.drop_subtrees()
-        return [CancelWork(), Tell(f"halted: {message.reason}")]
+        return [CancelWork(), PrintLine(f"halted: {message.reason}")]
 
     # Evaluation.
 

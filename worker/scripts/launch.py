@@ -14,7 +14,7 @@ from typing import Final
 from protocol.base.errors import DataError, UsageError
 from protocol.base.fields import Duty
 from worker.join.credentials import WorkerCredentials
-from worker.shell.client import FindAgain
+from worker.shell.client import CoordinatorSearch
 
 _ACCEPT: Final = "SAMESTEP_ACCEPT_SCRIPTS"
 """An environment variable, so that device processes inherit it."""
@@ -28,7 +28,7 @@ class JoinOptions:
         find_coordinator: Returns the coordinator's address; may search the network.
         name: The worker's name.
         print_line: Prints a line.
-        find_again: Searches again for a coordinator that was found on the network.
+        search_again: Searches again for a coordinator that was found on the network.
         failure: Returns why the process that starts the run has failed; empty if it has not.
         fit_was_called: Whether the script has called `samestep.fit`, which sets this.
     """
@@ -41,7 +41,7 @@ class JoinOptions:
     credentials: WorkerCredentials
     duty: Duty
     print_line: Callable[[str], None]
-    find_again: FindAgain | None = None
+    search_again: CoordinatorSearch | None = None
     failure: Callable[[], str] = str
     fit_was_called: bool = False
 

@@ -88,7 +88,7 @@ _FIND_AGAIN_AFTER_S: Final = 2.0
 _FIND_AGAIN_TIMEOUT_S: Final = 5.0
 
 T = TypeVar("T")
-FindAgain = Callable[[], Coroutine[Any, Any, tuple[str, int]]]
+CoordinatorSearch = Callable[[], Coroutine[Any, Any, tuple[str, int]]]
 """Searches for the coordinator; returns host and port, or raises Unreachable."""
 
 
@@ -121,7 +121,7 @@ class Client:
         cache: Cache directory for files of runs; None for the user's cache.
         machine: Clock, threads and sockets.
         links: Opens the connections to peers.
-        find_again: Searches for the coordinator again, if it was found by a search.
+        search_again: Searches for the coordinator again, if it was found by a search.
 
     Attributes:
         is_device_busy: Whether the device is still computing after the end of `serve`.
@@ -140,7 +140,7 @@ class Client:
         cache: Path | None = None,
         machine: Machine | None = None,
         links: MakeLinks | None = None,
-        find_again: FindAgain | None = None,
+        search_again: CoordinatorSearch | None = None,
     ) -> None:
         self._machine = machine = machine or Machine()
         self._target = target
@@ -158,7 +158,7 @@ class Client:
         )
         self._files = FileFetcher(self._file_result, cache, machine)
         self._links = links
-        self._find_again = find_again
+        self._search_again = search_again
         self._peers: PeerExchange | None = None
         self._session: WorkerSession | None = None
         self._joins = JoinFailures()
@@ -262,10 +262,10 @@ class Client:
 
     async def _search_again(self) -> None:
         """Search for the coordinator again: it may have another address now."""
-        if self._find_again is None:
+        if self._search_again is None:
             return
         try:
-            address = await self._unless_stopped(self._find_again(), _FIND_AGAIN_TIMEOUT_S)
+            address = await self._unless_stopped(self._search_again(), _FIND_AGAIN_TIMEOUT_S)
         except (OSError, SamestepError):
             return  # the next attempt at the known address reports the problem
         if address is not None and address != (self._target.host, self._target.port):
@@ -516,7 +516,7 @@ class Client:
                 self._files.do(action)
             case act.DropFiles():
                 self._files.forget()
-            case act.Tell():
+            case act.PrintLine():
                 self._print(action.text)
             case act.Leave():
                 self._leave(action)

@@ -50,7 +50,7 @@ def started_fetch(listing: BlobList) -> FileFetch:
 
 
 def progress_lines(actions: list[act.Action]) -> list[str]:
-    return [action.text for action in actions if isinstance(action, act.Tell)]
+    return [action.text for action in actions if isinstance(action, act.PrintLine)]
 
 
 def requests(actions: list[act.Action]) -> list[tuple[str, int]]:
@@ -99,7 +99,7 @@ class CoordinatorAndDisk:
                     self._store(action)
                 case act.Assemble():
                     self.finished.append(action)
-                case act.Tell():
+                case act.PrintLine():
                     pass
                 case _:
                     raise AssertionError(action)

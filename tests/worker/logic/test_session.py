@@ -122,7 +122,7 @@ def messages_sent(actions):
 
 
 def kinds(actions):
-    return [type(action).__name__ for action in actions if not isinstance(action, act.Tell)]
+    return [type(action).__name__ for action in actions if not isinstance(action, act.PrintLine)]
 
 
 # A loss that couples all samples of a step.
@@ -189,7 +189,7 @@ def test_known_device_memory_of_a_task_is_reported():
         session = welcomed_session()
         session.receive(*start_run())
         actions = session.result(replace(built(), memory=memory_text))
-        (line,) = [action.text for action in actions if isinstance(action, act.Tell)]
+        (line,) = [action.text for action in actions if isinstance(action, act.PrintLine)]
         assert expected_text in line
         assert ("memory" in line) == bool(memory_text)
 
@@ -198,7 +198,7 @@ def test_measured_distance_from_torch_is_reported():
     session = welcomed_session()
     session.receive(*start_run())
     actions = session.result(replace(built(), parity="gradients within 1e-06 of torch's"))
-    (line,) = [action.text for action in actions if isinstance(action, act.Tell)]
+    (line,) = [action.text for action in actions if isinstance(action, act.PrintLine)]
     assert line.endswith("; gradients within 1e-06 of torch's")
 
 

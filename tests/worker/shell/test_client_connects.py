@@ -15,7 +15,7 @@ from tests.live_service import PATIENCE_S, ScriptedFactory, live_service
 from tests.silent_address import dead_name_server, refusing_port, silent_address
 from worker.join.credentials import WorkerCredentials
 from worker.shell import client as shell
-from worker.shell.client import Client, FindAgain, Target
+from worker.shell.client import Client, CoordinatorSearch, Target
 
 UNLIMITED_S = 3600.0
 
@@ -42,11 +42,11 @@ def client(
     address: tuple[str, int],
     retry_for_s: float,
     lines: list[str],
-    find_again: FindAgain | None = None,
+    search_again: CoordinatorSearch | None = None,
 ) -> Client:
     target = Target(*address, "w", "scripted", retry_for_s)
     return Client(
-        target, ScriptedFactory(), WorkerCredentials(), lines.append, find_again=find_again
+        target, ScriptedFactory(), WorkerCredentials(), lines.append, search_again=search_again
     )
 
 
@@ -111,12 +111,12 @@ async def test_discovered_coordinator_is_searched_again(tmp_path, monkeypatch):
     async with live_service(tmp_path, 1) as live:
         ports = iter([0, live.port])
 
-        async def find_again() -> tuple[str, int]:
+        async def search_again() -> tuple[str, int]:
             if not (port := next(ports)):
                 raise Unreachable("none announces itself")
             return "127.0.0.1", port
 
-        worker = client(("127.0.0.1", refusing_port()), UNLIMITED_S, lines, find_again)
+        worker = client(("127.0.0.1", refusing_port()), UNLIMITED_S, lines, search_again)
         serving = asyncio.create_task(worker.serve())
         async with asyncio.timeout(PATIENCE_S):
             while not live.events_named("worker_connected"):
