@@ -130,9 +130,11 @@ def error_rows() -> list[list[str]]:
     for name in _FAMILIES:
         is_decoder = name in families.DECODERS
         model_class, sizes = (families.DECODERS if is_decoder else families.ENCODERS)[name]
-        module = families.model(model_class, sizes, "eager", decoder=is_decoder)
+        module = families.build_model(model_class, sizes, "eager", is_decoder=is_decoder)
         loss = families.decoder_loss if is_decoder else families.class_loss
-        rows.append(error_row(name, module, loss, families.padded("right", decoder=is_decoder)))
+        rows.append(
+            error_row(name, module, loss, families.padded_batch("right", is_decoder=is_decoder))
+        )
     return rows
 
 

@@ -10,7 +10,7 @@ import pytest
 from backends.wgpu.shaders.dispatch import Shader
 from backends.wgpu.shaders.matmul.shader import matmul_shader
 from benchmarks.shader_counts import Counts, counts_of
-from tests.backends.wgpu.products import TILES, product
+from tests.backends.wgpu.products import TILES, random_product
 
 STEPS, SIZE = 5, 128
 """Tiles that a product adds, and the rows and columns of its result."""
@@ -51,13 +51,13 @@ def test_bank_conflicts_are_serialized(vectors, conflicts):
 def test_matmul_has_no_bank_conflicts_and_two_barriers_per_step(tiles):
     """With and without transposed operands."""
     for is_a_transposed, is_b_transposed in itertools.product((False, True), repeat=2):
-        case = product(
+        case = random_product(
             1,
             SIZE,
             STEPS * tiles.depth,
             SIZE,
-            a_turned=is_a_transposed,
-            b_turned=is_b_transposed,
+            a_is_transposed=is_a_transposed,
+            b_is_transposed=is_b_transposed,
         )
         shader, grid = matmul_shader(case.problem, tiles)
         counts = counts_of(shader, grid)

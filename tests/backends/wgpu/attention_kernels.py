@@ -1,4 +1,4 @@
-"""Attention kernels on their own: operands, and reference results in float64."""
+"""Run attention kernels alone: random operands, and reference results in float64."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ KERNELS: tuple[AttentionKernel, ...] = ("forward", "queries", "keys")
 Grid = tuple[int, int, int]
 
 
-def problem_of(
+def contiguous_problem(
     kernel: AttentionKernel, sizes: AttentionSizes, mask: str = "", *, causal: bool = False
 ) -> AttentionProblem:
     """Return a problem on contiguous tensors.
 
-    `mask` is "boolean" for a boolean mask, another text for an additive one, empty for none.
+    `mask` is "boolean", "additive", or empty for no mask.
     """
     queries = _contiguous_view(sizes.heads, sizes.queries, sizes.head_size)
     keys = _contiguous_view(sizes.groups, sizes.keys, sizes.head_size)
-    masks = _contiguous_view(sizes.heads, sizes.queries, sizes.keys) if mask else None
+    mask_view = _contiguous_view(sizes.heads, sizes.queries, sizes.keys) if mask else None
     is_backward = kernel != "forward"
     delta = View((sizes.heads * sizes.queries, sizes.queries, 1), 0) if is_backward else None
     grad_output = queries if is_backward else None
     return AttentionProblem(
-        kernel, sizes, queries, keys, keys, masks, mask == "boolean", grad_output, delta,
+        kernel, sizes, queries, keys, keys, mask_view, mask == "boolean", grad_output, delta,
         sizes.head_size**-0.5, causal,
     )  # fmt: skip
 
@@ -46,29 +46,29 @@ def _contiguous_view(count: int, rows: int, columns: int) -> View:
     return View((count * rows * columns, rows * columns, columns, 1), 0)
 
 
-def nbytes_of(problem: AttentionProblem) -> list[int]:
-    """Return the size of each binding in bytes."""
+def binding_nbytes(problem: AttentionProblem) -> list[int]:
+    """Return the size of each binding in bytes, in the order of the kernel's bindings."""
     s = problem.sizes
-    queries, keys = (
-        s.batch * s.heads * s.queries * s.head_size,
-        s.batch * s.groups * s.keys * s.head_size,
-    )
-    packed_elements = queries + s.batch * s.heads * -(-s.queries // 4) * 8
-    masks = [] if problem.mask is None else [s.batch * s.heads * s.queries * s.keys]
-    outputs = {"forward": [packed_elements], "queries": [queries], "keys": [2 * keys]}[
-        problem.kernel
-    ]
-    backward_inputs = (
-        [packed_elements, queries, s.batch * s.heads * s.queries]
+    query_elements = s.batch * s.heads * s.queries * s.head_size
+    key_elements = s.batch * s.groups * s.keys * s.head_size
+    # After the output: two vec4f of softmax statistics for every four rows.
+    packed_elements = query_elements + s.batch * s.heads * -(-s.queries // 4) * 8
+    mask_elements = [] if problem.mask is None else [s.batch * s.heads * s.queries * s.keys]
+    output_elements = {
+        "forward": packed_elements, "queries": query_elements, "keys": 2 * key_elements,
+    }[problem.kernel]  # fmt: skip
+    backward_elements = (
+        [packed_elements, query_elements, s.batch * s.heads * s.queries]
         if problem.grad_output is not None
         else []
     )
-    return [4 * count for count in (queries, keys, keys, *masks, *backward_inputs, *outputs)]
+    input_elements = [query_elements, key_elements, key_elements, *mask_elements]
+    return [4 * count for count in (*input_elements, *backward_elements, output_elements)]
 
 
 @dataclass
 class Operands:
-    """Random operands; an additive mask holds -1e38 where it hides a score."""
+    """Random operands; an additive mask is -1e38 where it hides a score, else 0."""
 
     sizes: AttentionSizes
     mask: str
@@ -77,7 +77,7 @@ class Operands:
 
     @staticmethod
     def random(sizes: AttentionSizes, mask: str = "", *, causal: bool = False) -> Operands:
-        """Draw operands from a seed that the sizes determine."""
+        """Return random operands, seeded by the numbers of queries and keys."""
         generator = torch.Generator().manual_seed(sizes.queries * 1000 + sizes.keys)
         queries = (sizes.batch, sizes.heads, sizes.queries, sizes.head_size)
         keys = (sizes.batch, sizes.groups, sizes.keys, sizes.head_size)
@@ -86,15 +86,15 @@ class Operands:
         if mask:
             shape = (sizes.batch, sizes.heads, sizes.queries, sizes.keys)
             visible = torch.rand(shape, generator=generator) > 0.3
-            visible[..., : sizes.queries // 2, sizes.keys // 3 :] = False  # whole blocks
+            visible[..., : sizes.queries // 2, sizes.keys // 3 :] = False  # hides whole blocks
             additive = torch.zeros(shape).masked_fill(~visible, -1e38)
             tensors["mask"] = visible.int() if mask == "boolean" else additive
         return Operands(sizes, mask, causal, tensors)
 
-    def expected(self) -> list[torch.Tensor]:
+    def reference_results(self) -> list[torch.Tensor]:
         """Return the output and the gradients of query, key and value in float64.
 
-        Each has shape (B, rows, heads, D).
+        Each has shape (batch, rows, heads, head size).
         """
         q, k, v, grad_output = (
             self.tensors[n].double() for n in ("query", "key", "value", "grad_output")
@@ -141,16 +141,20 @@ class Operands:
         workgroup_bytes: int,
         inputs: list[torch.Tensor],
     ) -> torch.Tensor:
-        problem = problem_of(kernel, self.sizes, self.mask, causal=self.causal)
+        problem = contiguous_problem(kernel, self.sizes, self.mask, causal=self.causal)
         shader, grid = attention_shader(problem, workgroup_bytes)
-        *_, output_nbytes = nbytes_of(problem)
+        *_, output_nbytes = binding_nbytes(problem)
         return torch.from_numpy(
             run_kernel(device, shader, grid, [x.numpy() for x in inputs], output_nbytes)
         )
 
 
 def run_kernel(device: Any, shader: Shader, grid: Grid, arrays: list[Any], nbytes: int) -> Any:
-    """Return what a kernel writes to buffers that held NaN."""
+    """Run a kernel and return its output as a float32 array.
+
+    The output buffer starts with NaN, so a comparison detects elements that the kernel does not
+    write.
+    """
     arrays = [*map(np.ascontiguousarray, arrays), np.full(nbytes // 4, np.nan, np.float32)]
     buffers = [device.buffer(array.nbytes) for array in arrays]
     for buffer, array in zip(buffers, arrays, strict=True):

@@ -1,7 +1,7 @@
-"""A fault in shaders that naga accepts: a local value hides a name of the module.
+"""Detect local values that hide a name of the shader module, which naga accepts.
 
-If a buffer and a local value share a name, code below the value that means the buffer reads the
-value. Where the types allow it, the result is a wrong number and no error.
+If a local value has a buffer's name, later code reads the value instead of the buffer. If the types
+match, the result is a wrong number without an error.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import pytest
 from backends.wgpu.device.device import Device
 from backends.wgpu.shaders.dispatch import Shader
 
-_OF_THE_MODULE: Final = re.compile(
+_MODULE_NAME: Final = re.compile(
     r"(?:@binding\(\d+\) |^)(?:var<[^>]*>|fn|const|alias|struct) (\w+)", re.MULTILINE
 )
-_OF_A_BODY: Final = re.compile(r"\b(?:let|var) (\w+)")
+_LOCAL_NAME: Final = re.compile(r"\b(?:let|var) (\w+)")
 
 
 def hidden_names(source: str) -> set[str]:
-    """Return names that a module defines twice, or that a body reuses for a local value."""
-    names = _OF_THE_MODULE.findall(source)
-    twice = {name for name in names if names.count(name) > 1}
-    return twice | {*names} & {*_OF_A_BODY.findall(source)}
+    """Return names that a module defines twice, or that a function reuses for a local value."""
+    names = _MODULE_NAME.findall(source)
+    duplicates = {name for name in names if names.count(name) > 1}
+    return duplicates | {*names} & {*_LOCAL_NAME.findall(source)}
 
 
 class CheckedDevice(Device):
-    """Fails a test whose kernels hide names, even if the test expects a refusal."""
+    """Fails a test if a shader hides a name, even if the test expects an error."""
 
     def _pipeline(self, shader: Shader, label: str) -> tuple[Any, Any]:
         if shader.source not in self._pipelines and (hidden := hidden_names(shader.source)):
-            pytest.fail(f"{label}: {sorted(hidden)} of its module are hidden or there twice")
+            pytest.fail(f"{label}: its module's {sorted(hidden)} are hidden or defined twice")
         return super()._pipeline(shader, label)

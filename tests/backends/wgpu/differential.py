@@ -1,4 +1,4 @@
-"""Compare a random module on the device with torch on the CPU: two forward and backward passes."""
+"""Compare loss and gradients of a random module on the device with torch's on the CPU."""
 
 from __future__ import annotations
 
@@ -24,24 +24,29 @@ from backends.wgpu.parity import perturb
 from backends.wgpu.program import CompiledProgram
 from protocol.base.errors import SamestepError
 from tests.backends.wgpu.products import small_tiles
-from tests.backends.wgpu.random_programs import MOST_ELEMENTS, Text, data_of, make
+from tests.backends.wgpu.random_programs import (
+    MAX_ELEMENTS,
+    ProgramText,
+    define_class,
+    random_inputs,
+)
 from worker.models.blocks import cut_into_blocks
 
 RELATIVE_TOLERANCE: Final = 1e-4
-_ROUNDINGS: Final = 50
-"""How many times torch's rounding error the device's error may be."""
+_ROUNDING_FACTOR: Final = 50
+"""Allowed error of the device as a multiple of torch's own rounding error."""
 
 
 class Unsupported(Exception):
-    """Torch itself rejects the program, or the program has nothing to train."""
+    """A program that cannot be compared: torch rejects it, or it has no gradient."""
 
 
 class Mismatch(AssertionError):
-    """The device gives different numbers, or crashes."""
+    """The device computes other values than torch, or raises anything but a refusal."""
 
 
 class Model(nn.Module):
-    """The program once, or repeated as layers of a model."""
+    """A program, or several copies of it as the layers of a model."""
 
     def __init__(self, program: type[nn.Module], layers: int, seed: int) -> None:
         super().__init__()
@@ -49,20 +54,20 @@ class Model(nn.Module):
         if layers:
             self.layers = nn.ModuleList(program(number) for number in range(layers))
         else:
-            self.only = program()
+            self.program = program()
 
     def forward(self, x: torch.Tensor, n: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
-        if hasattr(self, "only"):
-            outputs: list[torch.Tensor] = self.only(x, n, b)
+        if hasattr(self, "program"):
+            outputs: list[torch.Tensor] = self.program(x, n, b)
             return outputs
         for layer in self.layers:
             results = layer(x, n, b)
-            x = x + 0.1 * sum(each.mean() for each in results)
+            x = x + 0.1 * sum(result.mean() for result in results)
         return [x, *results]
 
 
-def loss_of(module: Any, arrays: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Weigh each element of a result differently."""
+def weighted_loss(module: Any, arrays: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return a weighted sum of all results, so that their gradients differ by element."""
     total: Any = 0.0
     for result in module(arrays["x"], arrays["n"], arrays["b"]):
         weights = arrays["weights"][: result.numel()].reshape(result.shape)
@@ -70,24 +75,23 @@ def loss_of(module: Any, arrays: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return torch.as_tensor(total)
 
 
-def compare(device: Device, text: Text, *, as_on_a_card: bool = False) -> str:
-    """Return "agreed" or the message of the refusal.
+def compare(device: Device, program: ProgramText, *, use_gpu_kernels: bool = False) -> str:
+    """Compare a program on the device with torch; return "agreed", or the message of a refusal.
 
     Args:
         device: The device that runs the program.
-        text: The program.
-        as_on_a_card: Use the kernels of a card, with small tiles, instead of the device's.
+        program: The program.
+        use_gpu_kernels: Use the kernels of a GPU, with small tiles, also on a software device.
 
     Raises:
-        Unsupported: Torch rejects the program, or `compare` excludes it.
-        Mismatch: Numbers differ, or the device raises anything but a refusal.
+        Unsupported: The program cannot be compared.
+        Mismatch: Values differ, or the device raises anything but a refusal.
     """
-    if text.special and re.search(r"(std|var)_mean\(", str(text)):
+    if program.special and re.search(r"(std|var)_mean\(", str(program)):
         raise Unsupported("torch's running mean turns an infinite mean into NaN")
-    program = make(text.module())
     return compare_class(
-        device, program, shape=text.shape, seed=text.seed, layers=text.layers,
-        special=text.special, as_on_a_card=as_on_a_card,
+        device, define_class(program.class_source()), shape=program.shape, seed=program.seed,
+        layers=program.layers, special=program.special, use_gpu_kernels=use_gpu_kernels,
     )  # fmt: skip
 
 
@@ -99,28 +103,30 @@ def compare_class(
     seed: int,
     layers: int = 0,
     special: str = "",
-    as_on_a_card: bool = False,
+    use_gpu_kernels: bool = False,
 ) -> str:
-    """Compare like `compare`, but take the program as a class."""
+    """As `compare`, for a program that is a class; the options are those of `ProgramText`."""
     module = Model(program, layers, seed)
-    weights = torch.arange(MOST_ELEMENTS, dtype=torch.float32).mul(0.7).cos() + 0.3
-    batches = [data_of(shape, seed + more, special) | {"weights": weights} for more in range(2)]
+    weights = torch.arange(MAX_ELEMENTS, dtype=torch.float32).mul(0.7).cos() + 0.3
+    batches = [
+        random_inputs(shape, batch_seed, special) | {"weights": weights}
+        for batch_seed in (seed, seed + 1)
+    ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             blocks = cut_into_blocks(module)
             for batch in batches:
-                loss_of(module, batch).backward()
+                weighted_loss(module, batch).backward()
         except Exception as error:
             raise Unsupported(str(error)) from error
         module.zero_grad()
-        return _run_comparison(device, module, blocks, batches, as_on_a_card=as_on_a_card)
+        return _run_comparison(device, module, blocks, batches, use_gpu_kernels=use_gpu_kernels)
 
 
-def _templates(device: Device, *, as_on_a_card: bool) -> Templates:
-    """Return the device's templates, or a card's with small tiles, whose shaders compile
-    quickly."""
-    if as_on_a_card:
+def _templates(device: Device, *, use_gpu_kernels: bool) -> Templates:
+    """Return the device's templates, or those of a GPU with small tiles, which compile quickly."""
+    if use_gpu_kernels:
         return Templates(cooperative=True, matmul=small_tiles, bindings=16)
     return Templates(not device.adapter.software, MatmulTuner(device).shader)
 
@@ -131,22 +137,23 @@ def _run_comparison(
     blocks: Any,
     batches: Sequence[Mapping[str, torch.Tensor]],
     *,
-    as_on_a_card: bool,
+    use_gpu_kernels: bool,
 ) -> str:
-    template = _templates(device, as_on_a_card=as_on_a_card)
+    template = _templates(device, use_gpu_kernels=use_gpu_kernels)
     try:
         compiled = CompiledProgram(
-            device, Trainable(blocks, module, loss_of), template, adds_on_device=True
+            device, Trainable(blocks, module, weighted_loss), template, adds_on_device=True
         )
         with contextlib.closing(compiled):
-            batch_list = [
-                Batch({n: value.numpy() for n, value in one.items()}, 1.0) for one in batches
+            microbatches = [
+                Batch({name: tensor.numpy() for name, tensor in batch.items()}, 1.0)
+                for batch in batches
             ]
-            capture = compiled.capture(batch_list[0])
-            compiled.use_capture(batch_list[0], capture)
-            for number, batch in enumerate(batches):
-                actual = compiled.gradients_of(batch_list[number], number)
-                _check(module, batch, actual, capture, number)
+            capture = compiled.capture(microbatches[0])
+            compiled.use_capture(microbatches[0], capture)
+            for seed, (batch, microbatch) in enumerate(zip(batches, microbatches, strict=True)):
+                actual = compiled.gradients_of(microbatch, seed)
+                _check_batch(module, batch, actual, capture, seed)
     except SamestepError as error:
         message = str(error)
         if "\n" in message or "wgpu" in message.lower():
@@ -159,43 +166,48 @@ def _run_comparison(
     return "agreed"
 
 
-def _check(
+def _check_batch(
     module: nn.Module,
     batch: Mapping[str, torch.Tensor],
     actual: Mapping[str, Any],
     capture: Any,
     seed: int,
 ) -> None:
+    """Compare the loss, under the name "", and all gradients."""
     names = [name for name in actual if name]
     values = named_tensors(module)
     seeds = torch.from_numpy(seed_words(seed, capture.seeds).view(np.int32).copy())
-    perturbed_values = [values, *(perturb(values, number) for number in (1, 2))]
-    steps = [HostStep(module, loss_of, each, names, capture.calls) for each in perturbed_values]
+    # Torch's results with original and perturbed tensors: their differences bound its rounding.
+    tensors = [values, *(perturb(values, number) for number in (1, 2))]
     inputs = [{**batch, "x": x} for x in _perturbed_inputs(batch["x"])]
-    expected, *others = (
-        step.run(comparison, seeds) for step, comparison in zip(steps, inputs, strict=True)
+    expected, *perturbed_results = (
+        HostStep(module, weighted_loss, step_tensors, names, capture.calls).run(arrays, seeds)
+        for step_tensors, arrays in zip(tensors, inputs, strict=True)
     )
-    scale = max(_size(value) for value in expected[1:])
-    exact: list[torch.Tensor] | None = None
+    scale = max(_largest_magnitude(value) for value in expected[1:])
+    float64_results: list[torch.Tensor] | None = None
     for index, name in enumerate(["", *names]):
         reference = expected[index].flatten().double().numpy()
-        neighbors = [other[index].flatten().double().numpy() for other in others]
+        perturbed = [results[index].flatten().double().numpy() for results in perturbed_results]
         floor = 1e-3 * scale if index else 0.0
         comparison = (name or "the loss", actual[name].astype(np.float64), reference)
         try:
-            _check_one(*comparison, neighbors, floor)
+            _check_values(*comparison, perturbed, floor)
         except Mismatch:
             # Float64 shows torch's own rounding error, for programs that torch can compute in it.
             with contextlib.suppress(RuntimeError):
-                exact = exact or _in_float64(module, batch, names, capture, seeds)
-            if exact is None:
+                float64_results = float64_results or _run_in_float64(
+                    module, batch, names, capture, seeds
+                )
+            if float64_results is None:
                 raise
-            _check_one(*comparison, [*neighbors, exact[index].flatten().numpy()], floor)
+            perturbed.append(float64_results[index].flatten().numpy())
+            _check_values(*comparison, perturbed, floor)
         if not np.isfinite(reference).all() and not index:
-            return  # a non-finite loss ends the step: its gradients do not matter
+            return  # a non-finite loss halts the run, whatever the gradients are
 
 
-def _in_float64(
+def _run_in_float64(
     module: nn.Module,
     batch: Mapping[str, torch.Tensor],
     names: Sequence[str],
@@ -204,8 +216,8 @@ def _in_float64(
 ) -> list[torch.Tensor]:
     values = named_tensors(module)
     float64_by_id = {id(value): _to_float64(value) for value in values.values()}
-    doubles = {name: float64_by_id[id(value)] for name, value in values.items()}
-    step = HostStep(module, loss_of, doubles, names, capture.calls)
+    float64_values = {name: float64_by_id[id(value)] for name, value in values.items()}
+    step = HostStep(module, weighted_loss, float64_values, names, capture.calls)
     results = step.run({name: _to_float64(value) for name, value in batch.items()}, seeds)
     return [value.double() for value in results]
 
@@ -215,42 +227,46 @@ def _to_float64(value: torch.Tensor) -> torch.Tensor:
 
 
 def _perturbed_inputs(x: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the input, and copies that differ in the last bits, to bound the effect of rounding."""
+    """Yield the input and two copies that differ in the last bits."""
     yield x
     for seed in range(2):
         yield x * (1 + 3e-7 * torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
 
 
-def _size(value: torch.Tensor) -> float:
+def _largest_magnitude(value: torch.Tensor) -> float:
     finite = value[torch.isfinite(value)]
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
-def _check_one(
-    name: str, actual: Any, reference: Any, neighbors: Sequence[Any], floor: float
+def _check_values(
+    name: str, actual: Any, reference: Any, perturbed: Sequence[Any], floor: float
 ) -> None:
+    """Compare with torch's values; `floor` is the least magnitude that errors are relative to."""
     with np.errstate(all="ignore"):
-        if any((np.isfinite(one) != np.isfinite(reference)).any() for one in neighbors):
-            return  # torch itself is at a boundary
-        rounding_error = max(np.nanmax(np.abs(one - reference), initial=0.0) for one in neighbors)
+        if any((np.isfinite(values) != np.isfinite(reference)).any() for values in perturbed):
+            return  # rounding decides whether torch's own result is finite
+        rounding_error = max(
+            np.nanmax(np.abs(values - reference), initial=0.0) for values in perturbed
+        )
         finite = np.isfinite(reference)
-        size = max(np.max(np.abs(reference[finite]), initial=0.0), floor)
-        allowed = RELATIVE_TOLERANCE * size + _ROUNDINGS * rounding_error + 1e-6
-        same = not np.isfinite(actual[~finite]).any()  # infinite or NaN: both end the step
+        magnitude = max(np.max(np.abs(reference[finite]), initial=0.0), floor)
+        allowed = RELATIVE_TOLERANCE * magnitude + _ROUNDING_FACTOR * rounding_error + 1e-6
+        # Infinities and NaN count as equal: both halt the run.
+        is_non_finite_equal = not np.isfinite(actual[~finite]).any()
         distance = np.abs(actual[finite] - reference[finite])
-    if not same or not (distance <= allowed).all():
+    if not is_non_finite_equal or not (distance <= allowed).all():
         raise Mismatch(
-            f"{name}: torch gives {_few(reference)}, the device {_few(actual)} "
-            f"(allowed {allowed:.2g})"
+            f"{name}: torch gives {_format_first(reference)}, the device {_format_first(actual)} "
+            f"(allowed difference {allowed:.2g})"
         )
 
 
-def _few(values: Any) -> str:
+def _format_first(values: Any) -> str:
     return np.array2string(values[:8], precision=6, max_line_width=200).replace("\n", "")
 
 
-def repeat(program: type[nn.Module], **options: Any) -> None:
-    """Compare a reproduced program again, and print the result."""
+def repeat_comparison(program: type[nn.Module], **options: Any) -> None:
+    """Compare a program of an earlier failure again, and print the result."""
     from backends.wgpu.device.adapters import adapters
 
     available = adapters()

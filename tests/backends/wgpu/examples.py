@@ -1,4 +1,4 @@
-"""How many examples a property is tried on: few by default, more on request."""
+"""Limit the number of Hypothesis examples: few by default, more on request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ _SUPPRESSED: Final = (HealthCheck.function_scoped_fixture, HealthCheck.too_slow)
 
 
 def examples(default: int) -> settings:
-    """Limit examples by default, because each makes the driver compile. `SAMESTEP_EXAMPLES`
-    overrides this."""
+    """Return settings for `default` examples, or `SAMESTEP_EXAMPLES` if set.
+
+    Each example makes the driver compile kernels, so defaults are small.
+    """
     count = int(os.environ.get("SAMESTEP_EXAMPLES", default))
     return settings(max_examples=count, suppress_health_check=_SUPPRESSED)

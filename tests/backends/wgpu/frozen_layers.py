@@ -1,4 +1,4 @@
-"""Measure the memory of a model of frozen layers, in a process that imports nothing else."""
+"""Measure the host memory of a model with frozen layers, in a process that does nothing else."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.resident_memory import measured_growth
 from worker.models.blocks import cut_into_blocks
 
 WIDTH, LAYERS = 128, 3
-LARGE, DEEP = 2048, 10
+LARGE_WIDTH, LARGE_LAYERS = 2048, 10
 
 
-class Model(nn.Module):
-    """Frozen layers, and a few trained weights."""
+class FrozenLayers(nn.Module):
+    """Frozen layers after one trained scale."""
 
     def __init__(self, width=WIDTH, layers=LAYERS):
         super().__init__()
@@ -63,13 +63,15 @@ def program_of(device, module, base_dtype, example):
 
 
 def measure(base_dtype: str) -> int:
-    """Return the growth of this process in bytes when a large model moves to a device."""
+    """Return by how many bytes this process grows when a large model moves to the device."""
     keep_freed_memory()  # as the worker does
     available = adapters()
     assert not isinstance(available, str), available
     device = Device(available[0])
-    # Imports and caches of the first computation do not belong to the large model.
-    for module, example in ((Model(), batch()), (Model(LARGE, DEEP), batch(LARGE))):
+    small = FrozenLayers(), batch()
+    large = FrozenLayers(LARGE_WIDTH, LARGE_LAYERS), batch(LARGE_WIDTH)
+    # The small model first: its growth includes imports and caches.
+    for module, example in (small, large):
         with measured_growth() as growth:
             program = program_of(device, module, base_dtype, example)
             list(program.gradients([(example, 0)]))

@@ -1,4 +1,4 @@
-"""Run a function of torch tensors on the device, without a training step around it."""
+"""Run a function of torch tensors on the device, outside a training step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from backends.wgpu.program import CompiledProgram
 
 
 class Function(nn.Module):
-    """A module that wraps a function."""
+    """Wraps a function as a module."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -33,7 +33,10 @@ def on_device(
     *,
     cooperative: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """Compute the function on the device; `cooperative` as on a GPU."""
+    """Run the function on the device and return its results.
+
+    `cooperative` uses the kernels of a GPU, whose invocations cooperate.
+    """
     module = Function(function)
     template = Templates(cooperative=cooperative, matmul=MatmulTuner(device).shader)
     program = CompiledProgram(
@@ -49,7 +52,7 @@ def on_device(
 def gradients_on_device(
     device: Device, function: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """Compute on the device the gradients of the function's sum by its float tensors."""
+    """Return the gradients of the function's sum with respect to its float tensors."""
 
     def backward(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with torch.enable_grad():

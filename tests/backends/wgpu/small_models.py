@@ -1,4 +1,4 @@
-"""Small transformers models, and their gradients on torch's CPU."""
+"""Small models of transformers, batches for them, and their gradients with torch on the CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from worker.models.blocks import cut_into_blocks
 TOKENS, LENGTH, SAMPLES = 97, 12, 3
 
 
-def llama(layers: int = 2, **changes: Any) -> nn.Module:
+def llama(layers: int = 2, **options: Any) -> nn.Module:
+    """Return a Llama; `options` override its configuration."""
     torch.manual_seed(0)
     sizes = {
         "vocab_size": TOKENS,
@@ -31,12 +32,13 @@ def llama(layers: int = 2, **changes: Any) -> nn.Module:
         "max_position_embeddings": 32,
         "use_cache": False,
     }
-    config = transformers.LlamaConfig(**{**sizes, **changes})
+    config = transformers.LlamaConfig(**{**sizes, **options})
     model: nn.Module = transformers.LlamaForCausalLM(config)
     return model
 
 
-def qwen3_with_lora(**changes: Any) -> nn.Module:
+def qwen3_with_lora(**options: Any) -> nn.Module:
+    """Return a Qwen3 with trained LoRA weights; `options` override its configuration."""
     torch.manual_seed(0)
     sizes = {
         "vocab_size": TOKENS,
@@ -49,17 +51,18 @@ def qwen3_with_lora(**changes: Any) -> nn.Module:
         "max_position_embeddings": 32,
         "use_cache": False,
     }
-    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**{**sizes, **changes}))
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**{**sizes, **options}))
     adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     adapted: nn.Module = peft.get_peft_model(model, adapter)
-    with torch.no_grad():  # or the gradients of the other half are zero
+    with torch.no_grad():  # with B = 0, as PEFT initializes it, all gradients of A are zero
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.1)
     return adapted
 
 
-def bert(dropout: float = 0.0, **changes: Any) -> nn.Module:
+def bert(dropout: float = 0.0, **options: Any) -> nn.Module:
+    """Return a BERT that classifies texts; `options` override its configuration."""
     torch.manual_seed(0)
     sizes = {
         "vocab_size": TOKENS,
@@ -72,13 +75,13 @@ def bert(dropout: float = 0.0, **changes: Any) -> nn.Module:
         "hidden_dropout_prob": dropout,
         "attention_probs_dropout_prob": dropout,
     }
-    config = transformers.BertConfig(**{**sizes, **changes})
+    config = transformers.BertConfig(**{**sizes, **options})
     model: nn.Module = transformers.BertForSequenceClassification(config)
     return model
 
 
 class Mixer(nn.Module):
-    """Products, also batched, a norm, dropout, and a gather whose gradient is a scatter."""
+    """Plain and batched products, a norm, dropout, and a lookup whose gradient is a scatter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,11 +101,11 @@ def mixer_loss(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
     return (module(arrays["x"]) * arrays["y"]).sum()
 
 
-def mixed(samples: int = SAMPLES, length: int = 5, seed: int = 0) -> Batch:
-    """Make inputs for a `Mixer`, and weights for its results."""
-    draws = np.random.default_rng(seed)
-    numbers = draws.integers(0, 7, (samples, length))
-    weights = draws.normal(size=(samples, length, length)).astype(np.float32)
+def mixer_batch(samples: int = SAMPLES, length: int = 5, seed: int = 0) -> Batch:
+    """Return inputs "x" of a `Mixer`, and weights "y" of its results."""
+    rng = np.random.default_rng(seed)
+    numbers = rng.integers(0, 7, (samples, length))
+    weights = rng.normal(size=(samples, length, length)).astype(np.float32)
     return Batch({"x": numbers, "y": weights}, float(samples))
 
 
@@ -118,39 +121,45 @@ def class_loss(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
     return nn.functional.cross_entropy(logits, arrays["labels"], reduction="sum")
 
 
-def text(samples: int = SAMPLES, length: int = LENGTH, seed: int = 0) -> Batch:
-    """Running text; padding of the last sample is not predicted."""
+def token_batch(samples: int = SAMPLES, length: int = LENGTH, seed: int = 0) -> Batch:
+    """Return random token ids with next-token labels; half of the last sample has no labels."""
     ids = np.random.default_rng(seed).integers(0, TOKENS, (samples, length))
     labels = np.roll(ids, -1, 1)
     labels[-1, length // 2 :] = -100
     return Batch({"input_ids": ids, "labels": labels}, float(samples))
 
 
-def labeled(samples: int = SAMPLES, length: int = LENGTH, seed: int = 0) -> Batch:
-    """Padded texts with one class each."""
-    draws = np.random.default_rng(seed)
-    mask = (np.arange(length) < draws.integers(4, length, (samples, 1))).astype(np.int64)
-    ids = draws.integers(1, TOKENS, (samples, length)) * mask
-    labels = draws.integers(0, 3, samples)
+def labeled_batch(samples: int = SAMPLES, length: int = LENGTH, seed: int = 0) -> Batch:
+    """Return padded random token ids with one class per sample."""
+    rng = np.random.default_rng(seed)
+    mask = (np.arange(length) < rng.integers(4, length, (samples, 1))).astype(np.int64)
+    ids = rng.integers(1, TOKENS, (samples, length)) * mask
+    labels = rng.integers(0, 3, samples)
     return Batch({"input_ids": ids, "attention_mask": mask, "labels": labels}, float(samples))
 
 
-def trainable(module: nn.Module, loss: Any, **changes: Any) -> Trainable:
-    """Copy frozen tensors, because a device takes them over; trained tensors are the module's."""
-    trained = {
+def trainable(module: nn.Module, loss: Any, **options: Any) -> Trainable:
+    """Return a task that shares the module's trained tensors and copies the frozen ones.
+
+    A program releases the frozen tensors after their upload.
+    """
+    shared = {
         id(parameter): parameter for parameter in module.parameters() if parameter.requires_grad
     }
-    module_copy = copy.deepcopy(module, trained)
-    return Trainable(cut_into_blocks(module_copy), module_copy, loss, **changes)
+    module_copy = copy.deepcopy(module, shared)
+    return Trainable(cut_into_blocks(module_copy), module_copy, loss, **options)
 
 
 def gradients(program: Program, batch: Batch, seed: int = 0) -> dict[int, Array]:
+    """Return the gradients of one microbatch, flat float32 by block number."""
     items = program.gradients([(batch, seed)])
     return {item.block: item.values for item in items if isinstance(item, BlockGradient)}
 
 
-def on_cpu(module: nn.Module, blocks: tuple[Block, ...], loss: Any, batch: Batch) -> dict[str, Any]:
-    """Return gradients by name, without dropout's draws if it has none."""
+def cpu_gradients(
+    module: nn.Module, blocks: tuple[Block, ...], loss: Any, batch: Batch
+) -> dict[str, Any]:
+    """Return torch's gradients by name; absent gradients are zeros."""
     module.train()
     module.zero_grad()
     loss(module, {name: torch.tensor(array) for name, array in batch.arrays.items()}).backward()
@@ -163,16 +172,19 @@ def on_cpu(module: nn.Module, blocks: tuple[Block, ...], loss: Any, batch: Batch
     return gradients
 
 
-def assert_like_the_cpu(
+def assert_equals_cpu(
     module: nn.Module, blocks: tuple[Block, ...], loss: Any, batch: Batch, actual: dict[int, Array]
 ) -> None:
-    """Compare within 1e-5 of the norm; values that are zero in exact arithmetic, within rounding of
-    zero."""
-    expected = on_cpu(module, blocks, loss, batch)
+    """Compare a program's gradients with torch's, within 1e-5 of each tensor's norm.
+
+    The allowed difference is at least 1e-7 of the largest norm, for gradients that are zero except
+    for rounding errors.
+    """
+    expected = cpu_gradients(module, blocks, loss, batch)
     floor = 1e-7 * max(float(value.norm()) for value in expected.values())
-    for number, block in enumerate(blocks):
+    for block_number, block in enumerate(blocks):
         for tensor, elements in block.slices():
-            value = torch.from_numpy(actual[number][elements].reshape(tensor.shape))
-            distance = float((value - expected[tensor.name]).norm())
+            value = torch.from_numpy(actual[block_number][elements].reshape(tensor.shape))
+            difference = float((value - expected[tensor.name]).norm())
             allowed = max(1e-5 * float(expected[tensor.name].norm()), floor)
-            assert distance <= allowed, (tensor.name, distance, allowed)
+            assert difference <= allowed, (tensor.name, difference, allowed)

@@ -1,4 +1,4 @@
-"""A process that a library aborts still prints one line and exits with its code."""
+"""A process that a library aborts prints one line and exits with a chosen code."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals are POSIX's")
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="abort raises a signal on POSIX only")
 
 PROGRAM = """
 import ctypes, os, sys, threading
 from backends.wgpu.device.abort_handler import install_abort_handler
-install_abort_handler(lambda: print("so it ends", file=sys.stderr, flush=True), 7)
-{end}
+install_abort_handler(lambda: print("last line", file=sys.stderr, flush=True), 7)
+{abort}
 """
 
 
 @pytest.mark.parametrize(
-    "end",
+    "abort",
     [
         "os.abort()",
-        "ctypes.CDLL(None).abort()  # as a library does: it does not hold Python's lock",
+        "ctypes.CDLL(None).abort()  # as a library does, without Python's lock",
         "threading.Thread(target=ctypes.CDLL(None).abort).start(); threading.Event().wait()",
     ],
 )
-def test_abort_prints_one_line(end):
+def test_abort_prints_one_line_and_sets_the_exit_code(abort):
     completed = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(end=end)],
+        [sys.executable, "-c", PROGRAM.format(abort=abort)],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    assert (completed.returncode, completed.stderr) == (7, "so it ends\n")
+    assert (completed.returncode, completed.stderr) == (7, "last line\n")

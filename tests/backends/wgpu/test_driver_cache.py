@@ -1,4 +1,4 @@
-"""Drivers cache compiled shaders in a user directory, so the second start is warm."""
+"""Drivers cache compiled shaders in a user directory, so the second start compiles none."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ import pytest
 from backends.wgpu.device.adapters import adapters
 from tests.cluster import ROOT
 
-COMPUTES = (
+COMPUTE_GRADIENT = (
     "from backends.device_trial import is_gradient_right\nassert is_gradient_right('vulkan', 0)\n"
 )
 
 
-def cache_files_after_a_start(cache: Path, **overrides: str) -> dict[str, tuple[int, int]]:
-    """Return sizes and times of all files in the user's cache after a process has computed."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("MESA_")}
-    environment |= {"HOME": str(cache / "home"), "XDG_CACHE_HOME": str(cache), **overrides}
-    subprocess.run([sys.executable, "-c", COMPUTES], cwd=ROOT, env=environment, check=True)
+def cache_files_after_start(cache: Path, **variables: str) -> dict[str, tuple[int, int]]:
+    """Compute a gradient in a new process; return size and mtime (ns) of all files in the cache.
+
+    `variables` are environment variables of the process.
+    """
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("MESA_")
+    }
+    environment |= {"HOME": str(cache / "home"), "XDG_CACHE_HOME": str(cache), **variables}
+    subprocess.run([sys.executable, "-c", COMPUTE_GRADIENT], cwd=ROOT, env=environment, check=True)
     return {
         str(file.relative_to(cache)): (file.stat().st_size, file.stat().st_mtime_ns)
         for file in cache.rglob("*")
@@ -36,20 +41,20 @@ def test_the_second_start_compiles_nothing(tmp_path):
     if isinstance(available, str):
         pytest.skip(available)
     if not available[0].software:
-        pytest.skip("only Mesa's drivers keep their shaders where this looks")
-    without_cache = cache_files_after_a_start(tmp_path / "none", MESA_SHADER_CACHE_DISABLE="true")
-    first = cache_files_after_a_start(tmp_path / "cache")
-    second = cache_files_after_a_start(tmp_path / "cache")
+        pytest.skip("this test knows only the cache of Mesa's drivers")
+    without_cache = cache_files_after_start(tmp_path / "none", MESA_SHADER_CACHE_DISABLE="true")
+    first = cache_files_after_start(tmp_path / "cache")
+    second = cache_files_after_start(tmp_path / "cache")
     assert not without_cache
     assert len(first) > 1
-    assert second == first, "what is compiled again is written again"
+    assert second == first, "a driver writes the shaders that it compiles"
 
 
-def settings(text: str) -> dict[str, str]:
-    """Return the variables that a unit or container file sets."""
+def environment_variables(text: str) -> dict[str, str]:
+    """Return the environment variables that a systemd unit or a Containerfile sets."""
     lines = re.findall(r"^(?:Environment=|ENV |    )(\S+=.*)$", text, re.MULTILINE)
-    words = [word for line in lines for word in line.rstrip("\\").split() if "=" in word]
-    return dict(word.split("=", 1) for word in words)
+    assignments = [word for line in lines for word in line.rstrip("\\").split() if "=" in word]
+    return dict(assignment.split("=", 1) for assignment in assignments)
 
 
 def test_services_and_containers_persist_the_cache():
@@ -58,6 +63,6 @@ def test_services_and_containers_persist_the_cache():
     image = (ROOT / "deploy/worker.Containerfile").read_text()
     # NVIDIA's driver does not create the directory that a variable names, so it must exist.
     for variable in ("XDG_CACHE_HOME", "__GL_SHADER_DISK_CACHE_PATH"):
-        assert settings(unit)[variable] == "%C/samestep-worker"
-        assert settings(image)[variable] == "/var/cache/samestep"
+        assert environment_variables(unit)[variable] == "%C/samestep-worker"
+        assert environment_variables(image)[variable] == "/var/cache/samestep"
     assert "\nVOLUME /var/cache/samestep\n" in image

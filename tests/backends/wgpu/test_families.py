@@ -1,7 +1,7 @@
-"""Every model family that docs/vulkan.md names: gradients equal torch's CPU, or one clear error.
+"""All model families in the table of docs/vulkan.md: gradients equal torch's, or are refused.
 
-Each model is a tiny one of transformers, padded on either side, with attention fused as on a card
-and unfused as in software. The page's table is generated from the results:
+Each model is a tiny one of transformers. Batches are padded on either side. Attention is fused, as
+on a GPU, or written out, as on software Vulkan. To write the table to the page:
 
     SAMESTEP_REWRITE=1 python -m pytest tests/backends/wgpu/test_families.py -k page
 """
@@ -31,14 +31,14 @@ from backends.wgpu.program import CompiledProgram
 from protocol.base.errors import SamestepError
 from tests.backends.wgpu.small_models import (
     TOKENS,
-    assert_like_the_cpu,
+    assert_equals_cpu,
     class_loss,
     gradients,
     trainable,
 )
 
 SAMPLES, LENGTH, PADDING = 3, 12, 0
-PAGE = Path(__file__).parents[3] / "docs" / "vulkan.md"
+DOCS_PAGE = Path(__file__).parents[3] / "docs" / "vulkan.md"
 SIZES = {
     "vocab_size": TOKENS,
     "hidden_size": 32,
@@ -51,26 +51,26 @@ SIZES = {
     "eos_token_id": 2,
     "use_cache": False,
 }
-SHARED = {"num_key_value_heads": 2}
-GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+GROUPED_HEADS = {"num_key_value_heads": 2}
+GPT2_SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
 
-# By its name on the page: transformers' model_type, and the sizes it needs.
+# By name in the docs: the model_type of transformers, and options besides `SIZES`.
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Llama": ("llama", SHARED),
-    "Qwen2": ("qwen2", SHARED),
-    "Qwen3": ("qwen3", {**SHARED, "head_dim": 8}),
-    "Mistral": ("mistral", {**SHARED, "sliding_window": 8, "head_dim": 8}),
-    "Gemma 2": ("gemma2", {**SHARED, "head_dim": 8, "sliding_window": 8}),
-    "Gemma 3": ("gemma3_text", {**SHARED, "head_dim": 8, "sliding_window": 8}),
-    "Phi": ("phi", SHARED),
-    "GPT-2": ("gpt2", GPT2),
+    "Llama": ("llama", GROUPED_HEADS),
+    "Qwen2": ("qwen2", GROUPED_HEADS),
+    "Qwen3": ("qwen3", {**GROUPED_HEADS, "head_dim": 8}),
+    "Mistral": ("mistral", {**GROUPED_HEADS, "sliding_window": 8, "head_dim": 8}),
+    "Gemma 2": ("gemma2", {**GROUPED_HEADS, "head_dim": 8, "sliding_window": 8}),
+    "Gemma 3": ("gemma3_text", {**GROUPED_HEADS, "head_dim": 8, "sliding_window": 8}),
+    "Phi": ("phi", GROUPED_HEADS),
+    "GPT-2": ("gpt2", GPT2_SIZES),
     "GPT-NeoX": ("gpt_neox", {}),
-    "GPTBigCode": ("gpt_bigcode", GPT2),
+    "GPTBigCode": ("gpt_bigcode", GPT2_SIZES),
     "OPT": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
-    "StableLM": ("stablelm", SHARED),
-    "Granite": ("granite", SHARED),
-    "OLMo 2": ("olmo2", SHARED),
-    "Cohere": ("cohere", SHARED),
+    "StableLM": ("stablelm", GROUPED_HEADS),
+    "Granite": ("granite", GROUPED_HEADS),
+    "OLMo 2": ("olmo2", GROUPED_HEADS),
+    "Cohere": ("cohere", GROUPED_HEADS),
     "Bloom": ("bloom", {"n_layer": 2, "n_head": 4}),
     "GPT-Neo": (
         "gpt_neo",
@@ -97,22 +97,32 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 WITHOUT_SDPA = {"Gemma 2", "GPT-Neo", "Bloom", "MPNet", "DeBERTa v2"}
 WRITTEN_OUT = {*((family, "eager") for family in (*WITHOUT_SDPA, "Falcon", "T5")), ("T5", "sdpa")}
-"""Never fused: their formulas, or learned biases, are their own."""
-PART_OF = {"T5": "'s encoder"}
+"""Family and attention implementation that are never fused: they have another formula, or trained
+biases."""
+NAME_SUFFIXES = {"T5": "'s encoder"}
 _TABLE = re.compile(r"\| family \| `model_type`.*?(?=\n\n)", re.DOTALL)
 EXPERTS = {
     "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
 }  # fmt: skip
 DISENTANGLED = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
+# By name: model_type, options, and a part of the error.
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "Mixtral": ("mixtral", {**SHARED, **EXPERTS}, "cannot capture model.layers.0.mlp.experts"),
-    "Qwen3-MoE": ("qwen3_moe", {**SHARED, **EXPERTS}, "cannot capture model.layers.0.mlp.experts"),
+    "Mixtral": (
+        "mixtral",
+        {**GROUPED_HEADS, **EXPERTS},
+        "cannot capture model.layers.0.mlp.experts",
+    ),
+    "Qwen3-MoE": (
+        "qwen3_moe",
+        {**GROUPED_HEADS, **EXPERTS},
+        "cannot capture model.layers.0.mlp.experts",
+    ),
     "DeBERTa": ("deberta", DISENTANGLED, "cannot replace in-place operators"),
 }
 
 
-class Pooled(nn.Module):
-    """A classifier on an encoder's mean output, where transformers has none without a decoder."""
+class MeanPooledClassifier(nn.Module):
+    """Classifies the mean output of an encoder, as transformers has no such model for T5."""
 
     def __init__(self, encoder: Any) -> None:
         super().__init__()
@@ -126,19 +136,21 @@ class Pooled(nn.Module):
         return transformers.modeling_outputs.SequenceClassifierOutput(logits=self.head(pooled))
 
 
-def model(kind: str, sizes: Mapping[str, Any], attention: str, *, decoder: bool) -> nn.Module:
-    """A tiny model with drawn weights, and no dropout, because its draws are not torch's."""
+def build_model(
+    model_type: str, options: Mapping[str, Any], attention: str, *, is_decoder: bool
+) -> nn.Module:
+    """Build a tiny model with random weights, without dropout, whose masks would not be torch's."""
     torch.manual_seed(0)
-    defaults = transformers.AutoConfig.for_model(kind)
-    rates = {key: 0.0 for key, rate in defaults.to_dict().items() if "drop" in key and rate}
-    heads = {} if decoder else {"num_labels": 3}
-    arguments = {**SIZES, **rates, **heads, **sizes}
-    config = transformers.AutoConfig.for_model(kind, **arguments)
+    defaults = transformers.AutoConfig.for_model(model_type).to_dict()
+    no_dropout = {key: 0.0 for key, rate in defaults.items() if "drop" in key and rate}
+    classes = {} if is_decoder else {"num_labels": 3}
+    arguments = {**SIZES, **no_dropout, **classes, **options}
+    config = transformers.AutoConfig.for_model(model_type, **arguments)
     module: nn.Module
-    if kind == "t5":
+    if model_type == "t5":
         config._attn_implementation = attention
-        module = Pooled(transformers.T5EncoderModel(config))  # type: ignore[arg-type]
-    elif decoder:
+        module = MeanPooledClassifier(transformers.T5EncoderModel(config))  # type: ignore[arg-type]
+    elif is_decoder:
         module = transformers.AutoModelForCausalLM.from_config(
             config, attn_implementation=attention
         )
@@ -146,7 +158,7 @@ def model(kind: str, sizes: Mapping[str, Any], attention: str, *, decoder: bool)
         module = transformers.AutoModelForSequenceClassification.from_config(
             config, attn_implementation=attention
         )
-    with torch.no_grad():  # values that begin as zeros or ones would hide where they are used
+    with torch.no_grad():  # weights of zero or one would hide errors in their gradients
         for parameter in module.parameters():
             parameter.add_(torch.randn(parameter.shape) * 0.02)
     return module
@@ -159,25 +171,28 @@ def decoder_loss(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
     )
 
 
-def padded(side: str, *, decoder: bool) -> Batch:
-    """Texts of three lengths, one of them the longest."""
-    draws = np.random.default_rng(1)
+def padded_batch(side: str, *, is_decoder: bool) -> Batch:
+    """Return texts of three lengths, padded on the left or right.
+
+    Labels are next tokens for decoders, and classes otherwise.
+    """
+    rng = np.random.default_rng(1)
     positions = np.arange(LENGTH) if side == "right" else np.arange(LENGTH)[::-1]
     mask = (positions < np.array([[LENGTH], [7], [4]])).astype(np.int64)
-    ids = draws.integers(4, TOKENS, (SAMPLES, LENGTH)) * mask + PADDING * (1 - mask)
-    # Classes differ from sample to sample, or the gradients of a head's bias would cancel to
-    # rounding.
+    ids = rng.integers(4, TOKENS, (SAMPLES, LENGTH)) * mask + PADDING * (1 - mask)
+    # With one sample per class, the gradients of a head's bias would cancel except for rounding.
     classes = np.array([0, 2, 2])
-    labels = np.where(mask == 1, np.roll(ids, -1, 1), -100) if decoder else classes
+    labels = np.where(mask == 1, np.roll(ids, -1, 1), -100) if is_decoder else classes
     arrays = {"input_ids": ids, "attention_mask": mask, "labels": labels}
     return Batch(arrays, float(SAMPLES))
 
 
 @pytest.fixture
-def compiled(device) -> Iterator[Callable[..., CompiledProgram]]:
+def compile_program(device) -> Iterator[Callable[..., CompiledProgram]]:
+    """Provide a function that compiles a model; its programs are closed after the test."""
     programs: list[CompiledProgram] = []
 
-    def compile_(
+    def compile_for_device(
         module: nn.Module, loss: Any, *, cooperative: bool, bindings: int = 8
     ) -> CompiledProgram:
         templates = Templates(cooperative, MatmulTuner(device).shader, bindings=bindings)
@@ -185,12 +200,13 @@ def compiled(device) -> Iterator[Callable[..., CompiledProgram]]:
         programs.append(CompiledProgram(device, job, templates, adds_on_device=True))
         return programs[-1]
 
-    yield compile_
+    yield compile_for_device
     for program in programs:
         program.close()
 
 
-def attention_in_one_piece(module: nn.Module, loss: Any, batch: Batch) -> bool:
+def has_fused_attention(module: nn.Module, loss: Any, batch: Batch) -> bool:
+    """Whether a capture contains fused attention, if any size may be fused."""
     arrays = {name: torch.from_numpy(array) for name, array in batch.arrays.items()}
     names = [name for name, tensor in module.named_parameters() if tensor.requires_grad]
     capture = capture_step(module, loss, names, arrays, lambda _: True)
@@ -198,28 +214,38 @@ def attention_in_one_piece(module: nn.Module, loss: Any, batch: Batch) -> bool:
     return any(node.target is ATTENTION for graph in graphs for node in graph.graph.nodes)
 
 
-def table() -> str:
-    """Build the table of families and results."""
+def families_table() -> str:
+    """Return the table of families and results as Markdown."""
     rows = ["| family | `model_type` | gradients | attention on a card |", "|---|---|---|---|"]
-    for name, (kind, _) in (DECODERS | ENCODERS).items():
-        fused = {a for a in ("eager", "sdpa") if (name, a) not in WRITTEN_OUT}
-        fused -= {"sdpa"} if name in WITHOUT_SDPA else set()
-        fused_kinds = " and ".join(f"`{each}`" for each in sorted(fused))
-        attention = f"fused: {fused_kinds}" if fused else "written out"
-        rows.append(f"| {name}{PART_OF.get(name, '')} | `{kind}` | as torch's | {attention} |")
+    for name, (model_type, _) in (DECODERS | ENCODERS).items():
+        fused = [
+            f"`{attention}`"
+            for attention in attention_implementations(name)
+            if (name, attention) not in WRITTEN_OUT
+        ]
+        description = f"fused: {' and '.join(fused)}" if fused else "written out"
+        full_name = name + NAME_SUFFIXES.get(name, "")
+        rows.append(f"| {full_name} | `{model_type}` | as torch's | {description} |")
     rows.append("| T5, encoder and decoder | `t5` | as torch's | written out |")
-    rows += [f"| {name} | `{kind}` | refused | |" for name, (kind, _, _) in REFUSED.items()]
+    rows += [
+        f"| {name} | `{model_type}` | refused | |" for name, (model_type, _, _) in REFUSED.items()
+    ]
     return "\n".join(rows)
 
 
+def attention_implementations(family: str) -> tuple[str, ...]:
+    """Return the values of `model.attention` that transformers supports for a family."""
+    return ("eager",) if family in WITHOUT_SDPA else ("eager", "sdpa")
+
+
 def test_page_has_the_table_of_families():
-    text = PAGE.read_text("utf-8")
+    text = DOCS_PAGE.read_text("utf-8")
     if os.environ.get("SAMESTEP_REWRITE"):
-        text = _TABLE.sub(lambda _: table(), text)
-        PAGE.write_text(text, "utf-8")
+        text = _TABLE.sub(lambda _: families_table(), text)
+        DOCS_PAGE.write_text(text, "utf-8")
     match = _TABLE.search(text)
     assert match is not None
-    assert match[0] == table()
+    assert match[0] == families_table()
 
 
 @pytest.mark.slow
@@ -229,25 +255,24 @@ def test_page_has_the_table_of_families():
     [
         (family, attention)
         for family in (*DECODERS, *ENCODERS)
-        for attention in ("eager", "sdpa")
-        if attention == "eager" or family not in WITHOUT_SDPA
+        for attention in attention_implementations(family)
     ],
 )
-def test_gradients_are_those_of_the_cpu(compiled, family, cooperative, attention):
-    decoder = family in DECODERS
-    kind, sizes = (DECODERS if decoder else ENCODERS)[family]
-    loss = decoder_loss if decoder else class_loss
-    module = model(kind, sizes, attention, decoder=decoder)
+def test_gradients_equal_those_of_the_cpu(compile_program, family, cooperative, attention):
+    is_decoder = family in DECODERS
+    model_type, options = (DECODERS if is_decoder else ENCODERS)[family]
+    loss = decoder_loss if is_decoder else class_loss
+    module = build_model(model_type, options, attention, is_decoder=is_decoder)
     job = trainable(module, loss)
-    bindings = 16 if attention == "sdpa" else 8  # bindings of cards, and of every adapter
-    program = compiled(module, loss, cooperative=cooperative, bindings=bindings)
-    program.check(padded("right", decoder=decoder))
+    bindings = 16 if attention == "sdpa" else 8  # those of GPUs, and those of every adapter
+    program = compile_program(module, loss, cooperative=cooperative, bindings=bindings)
+    program.check(padded_batch("right", is_decoder=is_decoder))
     for side in ("right", "left"):
-        batch = padded(side, decoder=decoder)
-        assert_like_the_cpu(module, job.blocks, loss, batch, gradients(program, batch))
+        batch = padded_batch(side, is_decoder=is_decoder)
+        assert_equals_cpu(module, job.blocks, loss, batch, gradients(program, batch))
     if cooperative:
-        in_one_piece = attention_in_one_piece(module, loss, batch)
-        assert in_one_piece == ((family, attention) not in WRITTEN_OUT)
+        is_fused = has_fused_attention(module, loss, batch)
+        assert is_fused == ((family, attention) not in WRITTEN_OUT)
 
 
 def translation_loss(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
@@ -263,17 +288,17 @@ def translation_loss(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tens
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cooperative", [True, False], ids=["fused", "written out"])
-def test_an_encoder_with_its_decoder(compiled, cooperative):
+def test_gradients_of_t5_with_its_decoder_equal_those_of_the_cpu(compile_program, cooperative):
     torch.manual_seed(0)
-    kind, sizes = ENCODERS["T5"]
-    settings = {**SIZES, **sizes, "dropout_rate": 0.0, "decoder_start_token_id": 0}
-    config = transformers.AutoConfig.for_model(kind, **settings)
+    model_type, options = ENCODERS["T5"]
+    settings = {**SIZES, **options, "dropout_rate": 0.0, "decoder_start_token_id": 0}
+    config = transformers.AutoConfig.for_model(model_type, **settings)
     module = transformers.T5ForConditionalGeneration(config)  # type: ignore[arg-type]
-    job, batch = trainable(module, translation_loss), padded("right", decoder=True)
-    program = compiled(module, translation_loss, cooperative=cooperative)
+    job, batch = trainable(module, translation_loss), padded_batch("right", is_decoder=True)
+    program = compile_program(module, translation_loss, cooperative=cooperative)
     program.check(batch)
     actual = gradients(program, batch)
-    assert_like_the_cpu(module, job.blocks, translation_loss, batch, actual)
+    assert_equals_cpu(module, job.blocks, translation_loss, batch, actual)
 
 
 def packed_loss(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
@@ -291,36 +316,39 @@ def packed_loss(module: nn.Module, arrays: Mapping[str, Any]) -> torch.Tensor:
     "family",
     ["Llama", *(pytest.param(each, marks=pytest.mark.slow) for each in ("GPT-2", "Mistral"))],
 )
-def test_packed_documents_do_not_attend_to_each_other(compiled, family, cooperative):
-    """Packed as in `worker.data.packing`: positions restart; each padding token is its own
-    document."""
-    kind, sizes = DECODERS[family]
-    module = model(kind, sizes, "sdpa", decoder=True)
-    batch = padded("right", decoder=True)
+def test_packed_documents_do_not_attend_to_each_other(compile_program, family, cooperative):
+    """As in `worker.data.packing`, positions restart at each document, and each padding token is a
+    separate document."""
+    model_type, options = DECODERS[family]
+    module = build_model(model_type, options, "sdpa", is_decoder=True)
+    batch = padded_batch("right", is_decoder=True)
     positions = np.array([[*range(5), *range(7)], [*range(4), *range(3), *[0] * 5], range(LENGTH)])
     ids, labels = batch.arrays["input_ids"], batch.arrays["labels"]
     arrays = {"input_ids": ids, "labels": labels, "position_ids": positions}
     job, packed = trainable(module, packed_loss), Batch(arrays, batch.weight)
-    program = compiled(module, packed_loss, cooperative=cooperative)
+    program = compile_program(module, packed_loss, cooperative=cooperative)
     program.check(packed)
-    assert_like_the_cpu(module, job.blocks, packed_loss, packed, gradients(program, packed))
-    first_document = packed_loss(module, {k: torch.tensor(v[:1, :5]) for k, v in arrays.items()})
-    first_document += packed_loss(module, {k: torch.tensor(v[:1, 5:]) for k, v in arrays.items()})
-    whole_sample = packed_loss(module, {k: torch.tensor(v[:1]) for k, v in arrays.items()})
-    assert float(whole_sample.detach()) == pytest.approx(float(first_document.detach()), rel=1e-5)
+    assert_equals_cpu(module, job.blocks, packed_loss, packed, gradients(program, packed))
+
+    def first_sample_loss(tokens: slice) -> float:
+        inputs = {name: torch.tensor(array[:1, tokens]) for name, array in arrays.items()}
+        return float(packed_loss(module, inputs).detach())
+
+    separate = first_sample_loss(slice(5)) + first_sample_loss(slice(5, None))
+    assert first_sample_loss(slice(None)) == pytest.approx(separate, rel=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", REFUSED)
-def test_refusals_are_one_line(compiled, family, caplog):
+def test_refusals_are_one_line(compile_program, family, caplog):
     logging.getLogger(LOGGER).addHandler(caplog.handler)
-    kind, sizes, reason = REFUSED[family]
-    decoder = not family.startswith("DeBERTa")
-    loss = decoder_loss if decoder else class_loss
-    module = model(kind, sizes, "eager", decoder=decoder)
-    program = compiled(module, loss, cooperative=False)
+    model_type, options, reason = REFUSED[family]
+    is_decoder = not family.startswith("DeBERTa")
+    loss = decoder_loss if is_decoder else class_loss
+    module = build_model(model_type, options, "eager", is_decoder=is_decoder)
+    program = compile_program(module, loss, cooperative=False)
     with pytest.raises(SamestepError, match=reason) as error:
-        program.check(padded("right", decoder=decoder))
+        program.check(padded_batch("right", is_decoder=is_decoder))
     logging.getLogger(LOGGER).removeHandler(caplog.handler)
     assert "\n" not in str(error.value)
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

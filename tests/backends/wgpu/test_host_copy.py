@@ -1,4 +1,4 @@
-"""A frozen base leaves host memory once the device has it, and no bit of a result changes."""
+"""The host releases a frozen base once the device has it, without an effect on results."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from backends.eager.eager import EagerBackend
 from backends.wgpu.weights.host_copy import release
 from protocol.base.errors import SamestepError
 from tests.backends.wgpu.frozen_layers import (
-    DEEP,
-    LARGE,
+    LARGE_LAYERS,
+    LARGE_WIDTH,
     LAYERS,
-    Model,
+    FrozenLayers,
     batch,
     measure,
     program_of,
@@ -28,17 +28,17 @@ from tests.backends.wgpu.small_models import gradients
 from tests.cluster import ROOT
 from tests.resident_memory import MIB
 
-LARGE_BYTES = 4 * LARGE * LARGE * DEEP
-ROOM_BYTES = 112 * MIB
-"""For activations and staged uploads; less than the 160 MiB of the large model's float32 base."""
+LARGE_BYTES = 4 * LARGE_WIDTH * LARGE_WIDTH * LARGE_LAYERS
+OVERHEAD_BYTES = 112 * MIB
+"""Limit on activations and staged uploads; less than `LARGE_BYTES` (160 MiB)."""
 
 
 @pytest.mark.parametrize("base_dtype", ["float32", "int8", "int4"])
 def test_released_host_weights_are_not_read(device, base_dtype):
-    module = Model()
+    module = FrozenLayers()
     module_copy = copy.deepcopy(module)
     program = program_of(device, module_copy, base_dtype, batch())
-    values_by_block, sums = gradients(program, batch()), program.evaluate(batch())
+    actual, sums = gradients(program, batch()), program.evaluate(batch())
     frozen = [p for p in module_copy.parameters() if not p.requires_grad]
     assert len(frozen) == 2 * LAYERS
     assert all(parameter.isnan().all() for parameter in frozen)
@@ -49,32 +49,32 @@ def test_released_host_weights_are_not_read(device, base_dtype):
     assert sums["loss"] == pytest.approx(reference.evaluate(batch())["loss"], rel=1e-5)
     reference.close()
     for block, values in expected.items():
-        assert np.linalg.norm(values_by_block[block] - values) <= 1e-5 * np.linalg.norm(values)
+        assert np.linalg.norm(actual[block] - values) <= 1e-5 * np.linalg.norm(values)
     repeat = gradients(program, batch())
-    assert all(np.array_equal(repeat[block], values_by_block[block]) for block in values_by_block)
+    assert all(np.array_equal(repeat[block], actual[block]) for block in actual)
     program.close()
 
     with pytest.raises(SamestepError, match=r"'layers.0.weight' were released .* build the task"):
         program_of(device, module_copy, base_dtype, batch())
 
 
-def test_integers_stay_on_the_host():
-    numbers = nn.Parameter(torch.arange(3), requires_grad=False)
-    release(numbers)
-    assert numbers.tolist() == [0, 1, 2]
+def test_integer_parameters_are_not_released():
+    parameter = nn.Parameter(torch.arange(3), requires_grad=False)
+    release(parameter)
+    assert parameter.tolist() == [0, 1, 2]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("base_dtype", "bits"),
-    [("float32", 32), ("int8", 8.5)],
+    [("float32", 32), ("int8", 8.5)],  # int8 has a float32 scale per 64 weights
 )
-def test_host_memory_holds_the_stored_base_once(device, base_dtype, bits):
+def test_host_memory_holds_only_the_stored_base(device, base_dtype, bits):
     if not device.adapter.software:
-        pytest.skip("what a card holds is not seen here")
+        pytest.skip("this process does not see the memory of a GPU")
     code = f"from {measure.__module__} import measure\nprint(measure({base_dtype!r}))"
     command = [sys.executable, "-c", code]
     completed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
-    # On a software device the stored base is in host memory too, in addition.
+    # A software device adds the stored base to host memory; the host releases its float32 base.
     stored_bytes = LARGE_BYTES * bits / 32
-    assert int(completed.stdout.splitlines()[-1]) < stored_bytes - LARGE_BYTES + ROOM_BYTES
+    assert int(completed.stdout.splitlines()[-1]) < stored_bytes - LARGE_BYTES + OVERHEAD_BYTES

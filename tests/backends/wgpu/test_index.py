@@ -1,4 +1,4 @@
-"""Index expressions as text, evaluated and compared with numpy."""
+"""WGSL index expressions, evaluated and compared with NumPy."""
 
 from __future__ import annotations
 
@@ -10,39 +10,37 @@ from hypothesis import strategies as st
 
 from backends.wgpu.graph.index import as_coordinate, broadcast, linear_index, reshape, split_index
 
-UNHURRIED = settings(deadline=None, max_examples=50)
-SIZES = st.lists(st.integers(1, 6), min_size=0, max_size=4)
+FEW_EXAMPLES = settings(deadline=None, max_examples=50)
+SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=4)
 
 
-def value(text: object, i: int) -> int:
-    """Evaluate a WGSL expression over `i`, in u32 arithmetic."""
-    python = str(text).replace("u", "").replace("/", "//")
+def evaluate(expression: object, i: int) -> int:
+    """Evaluate a WGSL index expression of `i` with integer division."""
+    python = str(expression).replace("u", "").replace("/", "//")
     return int(eval(python, {"i": i}))
 
 
-@UNHURRIED
-@given(SIZES)
+@FEW_EXAMPLES
+@given(SHAPES)
 def test_split_index_equals_unravel_index(shape):
     indices = split_index(as_coordinate("i", math.prod(shape)), shape)
     for i, coordinates in enumerate(np.ndindex(*shape)):
-        assert tuple(value(c, i) for c in indices) == coordinates
+        assert tuple(evaluate(c, i) for c in indices) == coordinates
 
 
-@UNHURRIED
-@given(SIZES)
-def test_split_and_join_is_the_identity(shape):
-    assert str(linear_index(split_index(as_coordinate("i", math.prod(shape)), shape))) in {
-        "i",
-        "0u",
-    }
+@FEW_EXAMPLES
+@given(SHAPES)
+def test_linear_inverts_split(shape):
+    indices = split_index(as_coordinate("i", math.prod(shape)), shape)
+    assert str(linear_index(indices)) in {"i", "0u"}
 
 
 @st.composite
-def regrouped(draw):
+def equal_sized_shapes(draw):
     """Draw two shapes with the same number of elements."""
     factors = draw(st.lists(st.sampled_from([1, 2, 3, 4]), max_size=4))
 
-    def grouped() -> list[int]:
+    def group_factors() -> list[int]:
         sizes = [1]
         for factor in factors:
             if draw(st.booleans()):
@@ -51,51 +49,49 @@ def regrouped(draw):
                 sizes[-1] *= factor
         return sizes
 
-    return grouped(), grouped()
+    return group_factors(), group_factors()
 
 
-@UNHURRIED
-@given(regrouped())
+@FEW_EXAMPLES
+@given(equal_sized_shapes())
 def test_a_reshape_reads_the_same_elements(shapes):
     old, new = shapes
-    total = math.prod(old)
-    indices = reshape(split_index(as_coordinate("i", total), old), old, new)
-    numbers = np.arange(total).reshape(new)
-    for i in range(total):
-        assert numbers[tuple(value(c, i) for c in indices)] == i
+    elements = math.prod(old)
+    indices = reshape(split_index(as_coordinate("i", elements), old), old, new)
+    reshaped = np.arange(elements).reshape(new)
+    for i in range(elements):
+        assert reshaped[tuple(evaluate(c, i) for c in indices)] == i
 
 
-@UNHURRIED
-@given(regrouped(), st.randoms())
-def test_permuted_tensor_uses_its_strides(shapes, random):
+@FEW_EXAMPLES
+@given(equal_sized_shapes(), st.randoms())
+def test_a_reshaped_tensor_is_read_through_a_permutation(shapes, random):
     old, new = shapes
-    total = math.prod(old)
+    elements = math.prod(old)
     order = list(range(len(old)))
     random.shuffle(order)
-    base = np.arange(total).reshape(old)
-    view = base.transpose(order).reshape(-1)
-    permuted = [old[d] for d in order]
-    indices = split_index(as_coordinate("i", total), permuted)
-    source = [indices[order.index(d)] for d in range(len(old))]
-    address = linear_index(reshape(source, old, new))
-    assert [value(address, i) for i in range(total)] == view.tolist()
+    permuted = np.arange(elements).reshape(old).transpose(order)
+    indices = split_index(as_coordinate("i", elements), permuted.shape)
+    original_indices = [indices[order.index(dim)] for dim in range(len(old))]
+    address = linear_index(reshape(original_indices, old, new))
+    assert [evaluate(address, i) for i in range(elements)] == permuted.reshape(-1).tolist()
 
 
-def test_broadcast_dimension_has_index_zero():
+def test_a_broadcast_dimension_has_index_zero():
     indices = split_index(as_coordinate("i", 24), [2, 3, 4])
     assert [str(c) for c in broadcast(indices, [3, 1])] == ["((i / 4u) % 3u)", "0u"]
     assert broadcast(indices, []) == []
 
 
-@UNHURRIED
-@given(regrouped(), st.integers(1, 30))
-def test_slice_of_reshaped_tensor_under_broadcasting(shapes, size):
-    """The index is a remainder by less than the dimension that it was cut from."""
+@FEW_EXAMPLES
+@given(equal_sized_shapes(), st.integers(1, 30))
+def test_the_start_of_a_reshaped_tensor_may_be_broadcast(shapes, size):
+    """The index is a remainder by `size`, which may be less than the size of the dimension."""
     old, _ = shapes
-    total = math.prod(old)
-    size = min(size, total)
-    part = split_index(as_coordinate("i", 4 * size), [4, size])[1]
-    indices = reshape([part.with_size(total)], [total], old)
+    elements = math.prod(old)
+    size = min(size, elements)
+    index = split_index(as_coordinate("i", 4 * size), [4, size])[1]
+    indices = reshape([index.with_size(elements)], [elements], old)
     for i in range(4 * size):
         coordinates = np.unravel_index(i % size, old) if old else ()
-        assert tuple(value(c, i) for c in indices) == tuple(map(int, coordinates))
+        assert tuple(evaluate(c, i) for c in indices) == tuple(map(int, coordinates))

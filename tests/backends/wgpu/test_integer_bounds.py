@@ -1,4 +1,4 @@
-"""Integers that need more than 32 bits are refused; others are not."""
+"""Integers that need more than 32 bits are refused; all others pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from backends.wgpu.graph.integer_bounds import IntegerBounds
 from protocol.base.errors import DataError
 from tests.backends.wgpu.on_device import Function
 
-FITS: list[Callable[[torch.Tensor], torch.Tensor]] = [
+# The input has integers from 36,000 to 36,023.
+FITTING: list[Callable[[torch.Tensor], torch.Tensor]] = [
     lambda x: x * 3 + 7,
     lambda x: (x != 5).long().cumsum(1) * 100_000,
     lambda x: (x * 1009) % 4096,
@@ -27,7 +28,8 @@ FITS: list[Callable[[torch.Tensor], torch.Tensor]] = [
     lambda x: torch.where(x > 36_003, (x - 36_000).float().log().long() + 8, x),
     lambda x: (1 / (x - 36_003.5)).long().clamp(-9, 9) * 1_000_000,
 ]
-LARGE: list[tuple[Callable[[torch.Tensor], torch.Tensor], str]] = [
+# Functions that exceed 32 bits, and the operator that does.
+OVERFLOWING: list[tuple[Callable[[torch.Tensor], torch.Tensor], str]] = [
     (lambda x: x * 1_000_003 % 4096, "mul"),
     (lambda x: (x * 10_000).sum(), "sum"),
     (lambda x: x**4, "pow"),
@@ -45,30 +47,32 @@ LARGE: list[tuple[Callable[[torch.Tensor], torch.Tensor], str]] = [
 ]
 
 
-def bounds_of(function: Callable[[torch.Tensor], torch.Tensor], array: Any) -> None:
-    captured = capture_forward(Function(function), (torch.tensor(array),), {})
-    numbers = IntegerBounds(captured.graph, captured.arrays)
+def refuse_overflow(function: Callable[[torch.Tensor], torch.Tensor], array: Any) -> None:
+    """Check twice, as the second check may use the cached result of the first."""
+    capture = capture_forward(Function(function), (torch.tensor(array),), {})
+    bounds = IntegerBounds(capture.graph, capture.arrays)
     for _ in range(2):
-        numbers.refuse_overflow({"0": array})
+        bounds.refuse_overflow({"0": array})
 
 
-@pytest.mark.parametrize("number", range(len(FITS)))
+@pytest.mark.parametrize("number", range(len(FITTING)))
 def test_values_within_32_bits_pass(number):
-    bounds_of(FITS[number], np.arange(36_000, 36_024).reshape(2, 12))
+    refuse_overflow(FITTING[number], np.arange(36_000, 36_024).reshape(2, 12))
 
 
-@pytest.mark.parametrize("number", range(len(LARGE)))
+@pytest.mark.parametrize("number", range(len(OVERFLOWING)))
 def test_overflow_is_refused_with_the_operator_name(number):
-    function, name = LARGE[number]
-    with pytest.raises(DataError, match=f"from '{name}' of the loss"):
-        bounds_of(function, np.arange(36_000, 36_024).reshape(2, 12))
+    function, operator = OVERFLOWING[number]
+    with pytest.raises(DataError, match=f"from '{operator}' of the loss"):
+        refuse_overflow(function, np.arange(36_000, 36_024).reshape(2, 12))
 
 
-def test_torch_error_is_reported():
+def test_an_error_of_torch_names_the_operator():
     with pytest.raises(DataError, match="'index' of the loss raised index 9 is out of bounds"):
-        bounds_of(lambda x: (x / 2).exp().long()[x[:1, 0]], np.array([[9, 1]]))
+        refuse_overflow(lambda x: (x / 2).exp().long()[x[:1, 0]], np.array([[9, 1]]))
 
 
-def test_value_fits_although_its_rounded_bound_does_not():
-    bounds_of(lambda x: x * 32_768, np.array([[65_535, 0]]) - 32_768)
-    bounds_of(lambda x: x * 30_000, np.array([[70_000, 0]]))
+def test_values_that_fit_exactly_pass():
+    """The check first widens bounds, to cache its result; here only the exact bounds fit."""
+    refuse_overflow(lambda x: x * 32_768, np.array([[65_535, 0]]) - 32_768)
+    refuse_overflow(lambda x: x * 30_000, np.array([[70_000, 0]]))

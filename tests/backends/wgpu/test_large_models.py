@@ -1,4 +1,4 @@
-"""Memory of models too large for this machine: estimates from plans, without weights."""
+"""Estimated memory of a model that is too large for a test machine, from plans without weights."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from backends.wgpu.weights.quantized_base import BaseLayout
 from tests.backends.wgpu.products import small_tiles
 
 TOKENS = 512
-EIGHT_GB = 8 * 10**9
+CARD_BYTES = 8 * 10**9
+LARGEST_BINDING_BYTES = 2**31
 LAYERS = 36
+"""Layers of Qwen3-4B."""
 QWEN3_4B = partial(
     Qwen3Config,
     vocab_size=151_936,
@@ -41,13 +43,15 @@ def loss(module, arrays):
     )
 
 
-def account(base_dtype, layers, *, checkpointing):
-    """Estimate a microbatch of 1 x 512 tokens for this many layers of Qwen3-4B with LoRA."""
+def estimate_qwen3_4b(layers):
+    """Estimate the memory of a microbatch of 1 x 512 tokens, for some layers of Qwen3-4B.
+
+    The base is int8, with LoRA and checkpointing.
+    """
     config = QWEN3_4B(num_hidden_layers=layers)
     with torch.device("meta"):
         model = Qwen3ForCausalLM(config)
-        if checkpointing:
-            model.gradient_checkpointing_enable()
+        model.gradient_checkpointing_enable()
         lora = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
         module = get_peft_model(model, lora)
     model.model.rotary_emb = Qwen3RotaryEmbedding(config)
@@ -56,34 +60,33 @@ def account(base_dtype, layers, *, checkpointing):
     templates = Templates(cooperative=True, matmul=small_tiles)
     arrays = {"input_ids": ids, "labels": ids}
     capture = capture_step(module, loss, trained, arrays, templates.fuses)
-    tensors = named_tensors(module)
-    base = BaseLayout(module, base_dtype)
-    constants = {name: t for name, t in tensors.items() if name in dict(module.named_buffers())}
+    tensors, buffers = named_tensors(module), dict(module.named_buffers())
+    base = BaseLayout(module, "int8")
+    constants = {name: buffer for name, buffer in tensors.items() if name in buffers}
     plan = lower_to_plan(capture, base, constants, templates, [[*range(1 + len(trained))]])
-    sizes = {name: base.nbytes(name) or 4 * t.numel() for name, t in tensors.items()}
+    sizes = {name: base.nbytes(name) or 4 * tensor.numel() for name, tensor in tensors.items()}
     return estimate(plan, sizes)
 
 
-def extrapolate(value, shallow, deep, layers=LAYERS):
-    """Extrapolate to this number of layers: each further one takes what the second two take."""
-    return value(deep) + (layers - 4) * (value(deep) - value(shallow)) / 2
+def extrapolate(two_layers, four_layers, layers=LAYERS):
+    """Extrapolate a number of bytes linearly to more layers."""
+    return four_layers + (layers - 4) * (four_layers - two_layers) / 2
 
 
 @pytest.mark.slow
 def test_qwen3_4b_in_int8_with_checkpointing_fits_in_8_gb():
-    """From two and four of its layers; the test below shows that the others take the same."""
-    shallow, deep = (account("int8", layers, checkpointing=True) for layers in (2, 4))
-    assert extrapolate(lambda needed: needed.total, shallow, deep) <= EIGHT_GB * (1 - FREE_SHARE)
-    assert 5e9 < extrapolate(lambda needed: needed.weights, shallow, deep) < 6e9
-    assert deep.largest_buffer[0] <= 2**31, "what one binding may have"
+    """Extrapolates from two and four layers; the test below shows that memory grows linearly."""
+    two, four = (estimate_qwen3_4b(layers) for layers in (2, 4))
+    assert extrapolate(two.total, four.total) <= CARD_BYTES * (1 - FREE_SHARE)
+    assert 5e9 < extrapolate(two.weights, four.weights) < 6e9
+    assert four.largest_buffer[0] <= LARGEST_BINDING_BYTES
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [8, pytest.param(LAYERS, marks=pytest.mark.release)])
-def test_every_layer_of_qwen3_4b_takes_the_same(layers):
-    shallow, deep = (account("int8", number, checkpointing=True) for number in (2, 4))
-    memory = account("int8", layers, checkpointing=True)
-    assert memory.total <= EIGHT_GB * (1 - FREE_SHARE)
-    assert memory.largest_buffer[0] <= 2**31
-    expected = extrapolate(lambda each: each.total, shallow, deep, layers)
+def test_memory_of_qwen3_4b_is_linear_in_layers(layers):
+    two, four, memory = (estimate_qwen3_4b(number) for number in (2, 4, layers))
+    assert memory.total <= CARD_BYTES * (1 - FREE_SHARE)
+    assert memory.largest_buffer[0] <= LARGEST_BINDING_BYTES
+    expected = extrapolate(two.total, four.total, layers)
     assert memory.total == pytest.approx(expected, rel=0.01)

@@ -1,4 +1,4 @@
-"""Which layer calls are of one kind: those that compute the same, whatever decides it."""
+"""Layer calls share a kind, and so one lowering, only if they compute the same function."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from protocol.base.errors import SamestepError
 
 
 class Layer(nn.Linear):
-    """Knows its layer index, and a counter."""
+    """A linear layer with an activation of `ACTIVATIONS`, which may depend on the layer's index."""
 
-    def __init__(self, layer_index: int, rule: str) -> None:
+    def __init__(self, layer_index: int, activation: str) -> None:
         super().__init__(4, 4)
         self.layer_idx = layer_index
-        self.rule = rule
+        self.activation = activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return RULES[self.rule](self, super().forward(x))
+        return ACTIVATIONS[self.activation](self, super().forward(x))
 
 
-class Scaled(torch.autograd.Function):
-    """The same forward with its own gradient."""
+class ScaledGradient(torch.autograd.Function):
+    """The identity, with a scaled gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
@@ -37,33 +37,38 @@ class Scaled(torch.autograd.Function):
         return grad_outputs[0] * ctx.scale, None
 
 
-def without_gradient(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+def gated(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    """Return gated values; the gate has a gradient in the first two layers only."""
     with torch.set_grad_enabled(layer.layer_idx < 2):
         gate = x.sigmoid()
     return x * gate
 
 
-def counted(_layer: Layer, x: torch.Tensor) -> torch.Tensor:
-    COUNT[0] += 1
-    return x * COUNT[0]
+def scaled_by_call_count(_layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    CALL_COUNT[0] += 1
+    return x * CALL_COUNT[0]
 
 
-COUNT = [0]
-RULES: dict[str, Any] = {
-    "can_merge": lambda _layer, x: x.tanh(),
-    "number with a default": lambda layer, x: x * (1 + getattr(layer, "layer_idx", 0) % 2),
-    "has a number": lambda layer, x: x * (2 if hasattr(layer, "layer_idx") else 1),
-    "no gradient": without_gradient,
-    "gradient": lambda layer, x: Scaled.apply(x, 1.0 + layer.layer_idx % 2),
-    "counted": counted,
+CALL_COUNT = [0]
+ACTIVATIONS: dict[str, Any] = {
+    "same": lambda _layer, x: x.tanh(),
+    "index is used": lambda layer, x: x * (1 + getattr(layer, "layer_idx", 0) % 2),
+    "index is tested": lambda layer, x: x * (2 if hasattr(layer, "layer_idx") else 1),
+    "gradient is disabled by index": gated,
+    "gradient is scaled by index": lambda layer, x: ScaledGradient.apply(
+        x, 1.0 + layer.layer_idx % 2
+    ),
+    "calls are counted": scaled_by_call_count,
 }
 
 
-class Stacked(nn.Module):
-    def __init__(self, rule: str) -> None:
+class Stack(nn.Module):
+    """Four layers with one activation."""
+
+    def __init__(self, activation: str) -> None:
         super().__init__()
         self.first = nn.Parameter(torch.ones(4))
-        self.layers = nn.ModuleList(Layer(layer_index, rule) for layer_index in range(4))
+        self.layers = nn.ModuleList(Layer(layer_index, activation) for layer_index in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x * self.first
@@ -72,26 +77,26 @@ class Stacked(nn.Module):
         return x
 
 
-def captured(rule: str) -> Capture:
-    module = Stacked(rule)
+def capture(activation: str) -> Capture:
+    module = Stack(activation)
     names = [name for name, _ in module.named_parameters()]
     return capture_step(module, lambda m, a: m(a["x"]).sum(), names, {"x": torch.ones(2, 4)})
 
 
 @pytest.mark.parametrize(
-    ("rule", "kinds"),
+    ("activation", "kinds"),
     [
-        ("can_merge", 1),
-        ("number with a default", 2),
-        ("has a number", 1),
-        ("no gradient", 2),
-        ("gradient", 2),
+        ("same", 1),
+        ("index is used", 2),
+        ("index is tested", 1),
+        ("gradient is disabled by index", 2),
+        ("gradient is scaled by index", 2),
     ],
 )
-def test_one_kind_per_forward_and_backward_path(rule, kinds):
-    assert len({id(kind) for kind in captured(rule).kinds}) == kinds
+def test_layers_share_a_kind_if_forward_and_backward_are_equal(activation, kinds):
+    assert len({id(kind) for kind in capture(activation).kinds}) == kinds
 
 
-def test_layer_that_changes_at_each_call_is_refused():
+def test_a_layer_that_changes_with_each_call_is_refused():
     with pytest.raises(SamestepError, match=r"layers\.0 to compute the same function"):
-        captured("counted")
+        capture("calls are counted")

@@ -1,4 +1,4 @@
-"""Several microbatches in one submission: each has the bits that it has alone."""
+"""Microbatches that are computed together have the bits of microbatches that are computed alone."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.lowering.estimate import FREE_SHARE, estimate
 from backends.wgpu.lowering.lowering import Templates
 from backends.wgpu.lowering.microbatching import add_slices, enlarge_for_microbatches
+from backends.wgpu.lowering.plan import Plan
 from backends.wgpu.program import CompiledProgram
 from backends.wgpu.shaders.dispatch import Shader
 from backends.wgpu.shaders.repeated import can_repeat, element_bytes, repeat_for_microbatches
@@ -27,142 +28,141 @@ from tests.backends.wgpu.small_models import (
     Mixer,
     bert,
     class_loss,
-    labeled,
+    labeled_batch,
     llama,
-    mixed,
+    mixer_batch,
     mixer_loss,
     next_token_loss,
     qwen3_with_lora,
-    text,
+    token_batch,
     trainable,
 )
 
 
-def compiled(  # noqa: PLR0917
-    target, job, batch, at_once: int, matmul=small_tiles, largest_bytes=None, **changes: Any
+def compile_program(
+    target, job, batch, microbatches: int, matmul=small_tiles, **options: Any
 ) -> CompiledProgram:
-    changes = {"cooperative": True} | changes
-    template = Templates(matmul=matmul, microbatches=at_once, **changes)
-    program = CompiledProgram(
-        target, job, template, adds_on_device=True, largest_bytes=largest_bytes
-    )
+    """Compile a program that computes up to `microbatches` together.
+
+    `options` are those of `Templates`.
+    """
+    options = {"cooperative": True} | options
+    template = Templates(matmul=matmul, microbatches=microbatches, **options)
+    program = CompiledProgram(target, job, template, adds_on_device=True)
     program.check(batch)
     return program
 
 
-def subtree(program, leaves: list[Leaf]) -> list[Any]:
-    """Return its items, with the bits of their values."""
+def subtree_items(program, leaves: list[Leaf]) -> list[Any]:
+    """Return the items of a subtree, with values as bytes."""
     stream = program.gradients(leaves)
-    assert len(leaves) == 1 or stream.sums is None, "added on the device"
+    assert len(leaves) == 1 or stream.sums is None, "the device adds the sums"
     return [
         (item.block, item.values.tobytes()) if isinstance(item, BlockGradient) else item
         for item in stream
     ]
 
 
-def split_into_dispatches(device, monkeypatch) -> list[int]:
-    """Record how many dispatches each submission has, from now on."""
+def record_dispatch_counts(device, monkeypatch) -> list[int]:
+    """Return a list that receives the number of dispatches of each later submission."""
     counts: list[int] = []
     run = device.run
 
-    def counted(commands, copies=()):
+    def counted_run(commands, copies=()):
         counts.append(len(commands.calls))
         return run(commands, copies)
 
-    monkeypatch.setattr(device, "run", counted)
+    monkeypatch.setattr(device, "run", counted_run)
     return counts
 
 
-def fresh_job(model, loss) -> Trainable:
-    """Build a new module each time, because a device takes over its frozen weights."""
-    return trainable(model(), loss)
+def new_job(make_model, loss) -> Trainable:
+    """Return a task with a new module."""
+    return trainable(make_model(), loss)
 
 
-def same_bits(
-    target, make_job, make_batch, matmul=small_tiles, room: int = 4, **changes: Any
+def assert_same_bits(
+    target, make_job, make_batch, matmul=small_tiles, microbatches: int = 4, **options: Any
 ) -> None:
-    """Compute subtrees one microbatch at a time, and `room` at once; one remains."""
-    leaves = [(make_batch(seed=leaf), 10 + leaf) for leaf in range(room + 1)]
+    """Compute microbatches + 1 leaves one by one, and in a group that leaves one over."""
+    leaves = [(make_batch(seed=leaf), 10 + leaf) for leaf in range(microbatches + 1)]
     results = []
-    for at_once in (1, room):
-        program = compiled(target, make_job(), leaves[0][0], at_once, matmul, **changes)
-        assert {ready.plan.microbatch_limit for ready in program._plans.values()} == {at_once}
-        results.append(subtree(program, leaves))
+    for count in (1, microbatches):
+        program = compile_program(target, make_job(), leaves[0][0], count, matmul, **options)
+        assert {placed.plan.microbatch_limit for placed in program._plans.values()} == {count}
+        results.append(subtree_items(program, leaves))
         program.close()
     assert results[0] == results[1]
 
 
-def test_microbatches_have_the_bits_that_each_has_alone(device, monkeypatch):
+def test_grouped_microbatches_have_the_bits_of_single_ones(device, monkeypatch):
     torch.manual_seed(0)
     job = trainable(Mixer(), mixer_loss)
-    leaves = [(mixed(seed=leaf), 10 + leaf) for leaf in range(7)]
-    leaves[5] = (mixed(samples=0), 15)
-    alone, four = (compiled(device, job, mixed(), n) for n in (1, 4))
-    (ready,) = four._plans.values()
-    assert ready.plan.microbatch_limit == 4
-    counts = split_into_dispatches(device, monkeypatch)
+    leaves = [(mixer_batch(seed=leaf), 10 + leaf) for leaf in range(7)]
+    leaves[5] = (mixer_batch(samples=0), 15)
+    single, grouped = (compile_program(device, job, mixer_batch(), n) for n in (1, 4))
+    (placed,) = grouped._plans.values()
+    assert placed.plan.microbatch_limit == 4
+    dispatch_counts = record_dispatch_counts(device, monkeypatch)
     for count in (1, 3, 7):
-        assert subtree(four, leaves[:count]) == subtree(alone, leaves[:count]), count
-    counts.clear()
-    subtree(four, leaves[:4])
-    assert sum(counts) < 2 * len(ready.plan.dispatches)
-    with_nan = [(mixed(seed=leaf), 10 + leaf) for leaf in range(4)]
+        assert subtree_items(grouped, leaves[:count]) == subtree_items(single, leaves[:count])
+    dispatch_counts.clear()
+    subtree_items(grouped, leaves[:4])
+    assert sum(dispatch_counts) < 2 * len(placed.plan.dispatches), "dispatches of one group"
+    with_nan = [(mixer_batch(seed=leaf), 10 + leaf) for leaf in range(4)]
     with_nan[2][0].arrays["y"][1, 2, 3] = np.nan
-    *_, last = four.gradients(with_nan)
-    assert isinstance(last, Loss)
-    assert np.isnan(last.loss_sum)
-    for subtrees in (leaves[:3], leaves):  # a NaN of one microbatch must not reach another's slice
-        assert subtree(four, subtrees) == subtree(alone, subtrees)
-    for program in (alone, four):
+    *_, loss = grouped.gradients(with_nan)
+    assert isinstance(loss, Loss)
+    assert np.isnan(loss.loss_sum)
+    for later_leaves in (leaves[:3], leaves):  # no NaN remains in the slices
+        assert subtree_items(grouped, later_leaves) == subtree_items(single, later_leaves)
+    for program in (single, grouped):
         program.close()
 
 
-def test_large_microbatches_are_computed_one_by_one(device, monkeypatch):
+def test_microbatches_are_grouped_within_memory(device, monkeypatch):
     torch.manual_seed(0)
     job = trainable(Mixer(), mixer_loss)
-    program = compiled(device, job, mixed(), 1)
-    (plan,) = (ready.plan for ready in program._plans.values())
-    memory_bytes = program.estimates[-1].total
-    assert enlarge_for_microbatches(plan, 5, lambda _: True).microbatch_limit == 4
-    assert (
-        enlarge_for_microbatches(
-            plan, 8, lambda candidate: sum(candidate.slots) <= 4 * sum(plan.slots)
-        ).microbatch_limit
-        == 2
+    program = compile_program(device, job, mixer_batch(), 1)
+    (plan,) = (placed.plan for placed in program._plans.values())
+    single_estimate = program.estimates[-1]
+    assert enlarge_for_microbatches(plan, 5, lambda _: True).microbatch_limit == 4, "a power of two"
+    twice_the_memory = enlarge_for_microbatches(
+        plan, 8, lambda candidate: sum(candidate.slots) <= 4 * sum(plan.slots)
     )
+    assert twice_the_memory.microbatch_limit == 2
     assert enlarge_for_microbatches(plan, 8, lambda _: False) is plan
-    (repeat,) = (estimate(add_slices(plan, 4), program._weights.nbytes()),)
-    assert 4 * program.estimates[-1].activations <= repeat.activations < repeat.total
+    grouped_estimate = estimate(add_slices(plan, 4), program._weights.nbytes())
+    assert 4 * single_estimate.activations <= grouped_estimate.activations < grouped_estimate.total
     program.close()
-    room = int((memory_bytes + 1000) / (1 - FREE_SHARE))
-    monkeypatch.setattr(device, "adapter", replace(device.adapter, memory_bytes=room))
-    without_batching = compiled(device, job, mixed(), 4)
-    assert {ready.plan.microbatch_limit for ready in without_batching._plans.values()} == {1}
-    without_batching.close()
-    large_dispatch = replace(plan.dispatches[0], grid=(INVOCATIONS_PER_DISPATCH // 64, 1, 1))
-    assert (
-        enlarge_for_microbatches(
-            replace(plan, dispatches=(large_dispatch,)), 8, lambda _: True
-        ).microbatch_limit
-        == 1
-    )
-    deep_dispatch = replace(plan.dispatches[0], grid=(1, 1, 20_000))
-    assert (
-        enlarge_for_microbatches(
-            replace(plan, dispatches=(deep_dispatch,) * 2), 8, lambda _: True
-        ).microbatch_limit
-        == 1
-    )
-    unread = replace(plan.dispatches[0], shader=Shader("a product of the processor's", 3))
-    assert (
-        enlarge_for_microbatches(
-            replace(plan, dispatches=(unread,)), 8, lambda _: True
-        ).microbatch_limit
-        == 1
-    )
+    memory_bytes = int((single_estimate.total + 1000) / (1 - FREE_SHARE))
+    monkeypatch.setattr(device, "adapter", replace(device.adapter, memory_bytes=memory_bytes))
+    ungrouped = compile_program(device, job, mixer_batch(), 4)
+    assert {placed.plan.microbatch_limit for placed in ungrouped._plans.values()} == {1}
+    ungrouped.close()
 
 
-SOURCE = """\
+def test_microbatches_with_large_or_unreadable_dispatches_are_not_grouped(device):
+    """The median dispatch is too large, a grid is too deep, or a shader is not WGSL."""
+    torch.manual_seed(0)
+    program = compile_program(device, trainable(Mixer(), mixer_loss), mixer_batch(), 1)
+    (plan,) = (placed.plan for placed in program._plans.values())
+    program.close()
+    first = plan.dispatches[0]
+    many_invocations = replace(first, grid=(INVOCATIONS_PER_DISPATCH // 64, 1, 1))
+    deep_grid = replace(first, grid=(1, 1, 40_000))  # twice the depth exceeds Vulkan's limit
+    cpu_product = replace(first, shader=Shader("not WGSL, as a product of the CPU target", 3))
+    assert microbatch_limit(replace(plan, dispatches=(first,))) == 8
+    for dispatches in ((many_invocations,), (first, first, deep_grid), (cpu_product,)):
+        assert microbatch_limit(replace(plan, dispatches=dispatches)) == 1
+
+
+def microbatch_limit(plan: Plan) -> int:
+    """Return how many of 8 microbatches a plan computes together, with unlimited memory."""
+    return enlarge_for_microbatches(plan, 8, lambda _: True).microbatch_limit
+
+
+KERNEL = """\
 @group(0) @binding(0) var<storage, read> a: array<vec4<f16>>;
 @group(0) @binding(1) var<storage, read> b0: array<u32>;
 @group(0) @binding(2) var<storage, read_write> out: array<f32>;
@@ -174,32 +174,35 @@ fn main(@builtin(global_invocation_id) id: vec3u, @builtin(num_workgroups) group
 """
 
 
-def test_index_is_offset_by_its_slice():
-    shader = Shader(SOURCE, 3)
-    assert can_repeat(SOURCE)
-    assert not can_repeat(SOURCE.replace("b0[0]", "arrayLength(&b0)"))
-    text = repeat_for_microbatches(shader, (512, 0, 256), 3).source
-    assert "vec4f(a[microbatch * 64u + (b0[i / 4u])])" in text
-    assert "out[microbatch * 64u + (id.x)] = a_four(b0[id.x] + id.z)[b0[0]];" in text
-    assert "microbatch = microbatch_group.z / 3u;" in text
-    assert "let id = vec3u(id_of_all.xy, id_of_all.z % 3u);" in text
+def test_every_access_is_offset_to_the_slice_of_its_microbatch():
+    shader = Shader(KERNEL, 3)
+    assert can_repeat(KERNEL)
+    assert not can_repeat(KERNEL.replace("b0[0]", "arrayLength(&b0)"))
+    source = repeat_for_microbatches(shader, (512, 0, 256), 3).source
+    assert "vec4f(a[microbatch * 64u + (b0[i / 4u])])" in source
+    assert "out[microbatch * 64u + (id.x)] = a_four(b0[id.x] + id.z)[b0[0]];" in source
+    assert "microbatch = microbatch_group.z / 3u;" in source
+    assert "let id = vec3u(id_of_all.xy, id_of_all.z % 3u);" in source
     nested = repeat_for_microbatches(shader, (0, 256), 1).source
     assert "a[b0[microbatch * 64u + (i / 4u)]]" in nested
-    kinds = {"f32": 4, "u32": 4, "f16": 2, "vec4f": 16, "vec4<f16>": 8, "vec2h": 4, "u64": 8}
-    assert {kind: element_bytes(kind) for kind in kinds} == kinds
 
 
-def checkpointed() -> nn.Module:
+def test_element_sizes_of_wgsl_types():
+    sizes = {"f32": 4, "u32": 4, "f16": 2, "vec4f": 16, "vec4<f16>": 8, "vec2h": 4, "u64": 8}
+    assert {wgsl_type: element_bytes(wgsl_type) for wgsl_type in sizes} == sizes
+
+
+def checkpointed_llama() -> nn.Module:
     module = llama(attention_dropout=0.1)
     module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     return module.train()
 
 
 MODELS: dict[str, Any] = {
-    "llama": (llama, next_token_loss, text),
-    "its layers computed twice": (checkpointed, next_token_loss, text),
-    "bert with dropout": (lambda: bert(0.1), class_loss, labeled),
-    "lora": (qwen3_with_lora, next_token_loss, text),
+    "llama": (llama, next_token_loss, token_batch),
+    "llama with checkpointing": (checkpointed_llama, next_token_loss, token_batch),
+    "bert with dropout": (lambda: bert(0.1), class_loss, labeled_batch),
+    "lora": (qwen3_with_lora, next_token_loss, token_batch),
 }
 
 
@@ -207,48 +210,51 @@ MODELS: dict[str, Any] = {
 @pytest.mark.parametrize("bindings", [8, 16])
 @pytest.mark.parametrize("name", MODELS)
 def test_models_have_the_same_bits(device, name, bindings):
-    module, loss, batch = MODELS[name]
-    same_bits(device, partial(fresh_job, module, loss), batch, bindings=bindings)
+    make_model, loss, make_batch = MODELS[name]
+    assert_same_bits(device, partial(new_job, make_model, loss), make_batch, bindings=bindings)
 
 
 @pytest.mark.slow
 def test_kernels_of_software_devices_have_the_same_bits(device):
-    """Some products read two numbers as one of 64 bits."""
+    """Some of these products read two float32 values as one 64-bit value."""
     make_job, matmul = partial(trainable, llama(), next_token_loss), MatmulTuner(device).shader
-    same_bits(device, make_job, text, matmul, cooperative=False)
+    assert_same_bits(device, make_job, token_batch, matmul, cooperative=False)
 
 
 @pytest.mark.slow
 def test_float16_has_the_same_bits(device):
     torch.manual_seed(0)
     make_job = partial(trainable, Mixer(), mixer_loss, precision="float16")
-    same_bits(device, make_job, mixed, is_float16=True, room=2)
+    assert_same_bits(device, make_job, mixer_batch, is_float16=True, microbatches=2)
 
 
 @pytest.mark.slow
 def test_canonical_kernels_have_the_same_bits(device):
-    """On a device that lets functions of the canonical library hide names of buffers."""
+    """Uses a device without the check for hidden names: functions of the canonical library may hide
+    names of buffers."""
     from backends.wgpu.canonical.vulkan import CanonicalDevice
     from backends.wgpu.device.device import Device
 
     plain_device = Device(device.adapter)
     target = CanonicalDevice(plain_device, Convention(fused=False))
-    for module, loss, batch in (MODELS["llama"], MODELS["bert with dropout"]):
-        same_bits(target, partial(fresh_job, module, loss), batch, canonical=True)
+    for make_model, loss, make_batch in (MODELS["llama"], MODELS["bert with dropout"]):
+        assert_same_bits(target, partial(new_job, make_model, loss), make_batch, canonical=True)
     plain_device.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [*families.DECODERS, *families.ENCODERS])
 def test_families_have_the_same_bits(device, family):
-    decoder = family in families.DECODERS
-    kind, sizes = (families.DECODERS if decoder else families.ENCODERS)[family]
-    module = families.model(kind, sizes, "eager", decoder=decoder)
-    loss = families.decoder_loss if decoder else class_loss
+    is_decoder = family in families.DECODERS
+    model_type, options = (families.DECODERS if is_decoder else families.ENCODERS)[family]
+    module = families.build_model(model_type, options, "eager", is_decoder=is_decoder)
+    loss = families.decoder_loss if is_decoder else class_loss
 
-    def batch(seed: int) -> Batch:
-        padded = families.padded("left" if seed % 2 else "right", decoder=decoder)
-        ids = padded.arrays["input_ids"]
-        return replace(padded, arrays={**padded.arrays, "input_ids": np.roll(ids, seed, 0)})
+    def make_batch(seed: int) -> Batch:
+        batch = families.padded_batch("left" if seed % 2 else "right", is_decoder=is_decoder)
+        ids = np.roll(batch.arrays["input_ids"], seed, 0)
+        return replace(batch, arrays={**batch.arrays, "input_ids": ids})
 
-    same_bits(device, partial(trainable, module, loss), batch, room=2, bindings=16)
+    assert_same_bits(
+        device, partial(trainable, module, loss), make_batch, microbatches=2, bindings=16
+    )

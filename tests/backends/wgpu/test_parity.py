@@ -1,4 +1,4 @@
-"""Before a run, a device that differs from torch is refused, and the operator named."""
+"""The parity check refuses a device whose results differ from torch's, and names the operator."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.backends.wgpu.small_models import (
     Mixer,
     bert,
     class_loss,
-    labeled,
+    labeled_batch,
     llama,
-    mixed,
+    mixer_batch,
     mixer_loss,
     next_token_loss,
     qwen3_with_lora,
-    text,
+    token_batch,
     trainable,
 )
 from worker.models.blocks import cut_into_blocks
@@ -37,12 +37,14 @@ _aten = torch.ops.aten
 
 @pytest.fixture(scope="module")
 def backend():
+    """Provide a backend, or skip the test."""
     if isinstance(reason := adapters(), str):
         pytest.skip(reason)
     return VulkanBackend()
 
 
-def compared(backend: VulkanBackend, job: Trainable, *batches: Batch) -> str:
+def parity_report(backend: VulkanBackend, job: Trainable, *batches: Batch) -> str:
+    """Compile a task for these batches and return the report of the comparison with torch."""
     example, *others = batches
     program = backend.compile(job, example, others)
     program.close()
@@ -52,12 +54,12 @@ def compared(backend: VulkanBackend, job: Trainable, *batches: Batch) -> str:
 @pytest.mark.parametrize(
     ("make_model", "loss", "batch"),
     [
-        (Mixer, mixer_loss, mixed),
-        pytest.param(partial(bert, dropout=0.2), class_loss, labeled, marks=pytest.mark.slow),
+        (Mixer, mixer_loss, mixer_batch),
+        pytest.param(partial(bert, dropout=0.2), class_loss, labeled_batch, marks=pytest.mark.slow),
     ],
 )
 def test_a_whole_model_with_dropout_is_compared_in_two_shapes(backend, make_model, loss, batch):
-    report = compared(backend, trainable(make_model(), loss), batch(), batch(2))
+    report = parity_report(backend, trainable(make_model(), loss), batch(), batch(2))
     assert report.startswith("gradients within ")
     assert float(report.split()[2]) < 1e-5
     assert "(all; " in report
@@ -66,11 +68,12 @@ def test_a_whole_model_with_dropout_is_compared_in_two_shapes(backend, make_mode
 @pytest.mark.slow
 @pytest.mark.parametrize("base", ["float32", "int4"])
 def test_large_model_is_compared_in_part(backend, base, monkeypatch):
-    """With frozen weights as the device stores them; all layers are restored afterwards."""
+    """The comparison uses the frozen weights as the device stores them, and removes layers only
+    temporarily."""
     monkeypatch.setattr(parity, "_BUDGET_S", 0.0)
     model = qwen3_with_lora(num_hidden_layers=4)
     job = trainable(model, next_token_loss, base_dtype=base)
-    report = compared(backend, job, text())
+    report = parity_report(backend, job, token_batch())
     assert "(3 layers, 1 samples; " in report
     assert float(report.split()[2]) < 1e-5
     assert job.module is not None
@@ -78,7 +81,7 @@ def test_large_model_is_compared_in_part(backend, base, monkeypatch):
 
 
 class Layer(nn.Module):
-    """Computes with a number that no input holds."""
+    """A layer with a Python number from a closure, which no tensor holds."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -90,6 +93,8 @@ class Layer(nn.Module):
 
 
 class Layers(nn.Module):
+    """Three equal layers."""
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -101,28 +106,28 @@ class Layers(nn.Module):
         return x
 
 
-def squares(module: nn.Module, arrays: Any) -> torch.Tensor:
+def sum_of_squares(module: nn.Module, arrays: Any) -> torch.Tensor:
     result: torch.Tensor = module(arrays["x"])
     return (result**2).sum()
 
 
-def vectors(samples: int = 5) -> Batch:
+def random_batch(samples: int = 5) -> Batch:
     x = np.random.default_rng(0).normal(0, 1, (samples, 4)).astype(np.float32)
     return Batch({"x": x}, float(samples))
 
 
-def job_of(module: nn.Module, loss: Callable[..., torch.Tensor] = squares) -> Trainable:
+def new_job(module: nn.Module, loss: Callable[..., torch.Tensor] = sum_of_squares) -> Trainable:
     return Trainable(cut_into_blocks(module), module, loss)
 
 
 def test_a_wrong_operator_is_named_with_its_module(backend, monkeypatch):
-    rule = ELEMENTWISE[_aten.tanh.default]
+    tanh_rule = ELEMENTWISE[_aten.tanh.default]
     monkeypatch.setitem(
-        ELEMENTWISE, _aten.tanh.default, lambda *operand_names: f"({rule(*operand_names)} * 1.001)"
+        ELEMENTWISE, _aten.tanh.default, lambda *names: f"({tanh_rule(*names)} * 1.001)"
     )
     monkeypatch.setattr("backends.wgpu.lowering.kernels._RULES", ELEMENTWISE)
     with pytest.raises(SamestepError) as error:
-        compared(backend, job_of(Layers()), vectors())
+        parity_report(backend, new_job(Layers()), random_batch())
     assert "of torch's, got a difference of " in str(error.value)
     assert "the operator is 'tanh.default', which gives shape [5, 4] in layers.0;" in str(
         error.value
@@ -131,7 +136,7 @@ def test_a_wrong_operator_is_named_with_its_module(backend, monkeypatch):
 
 
 class Counting(Layers):
-    """Its forward depends on its call count."""
+    """Layers whose result depends on the number of calls."""
 
     calls = 0
 
@@ -140,30 +145,30 @@ class Counting(Layers):
         return super().forward(x) * float(self.calls)
 
 
-def test_frozen_trace_is_detected(backend):
+def test_a_forward_that_depends_on_the_number_of_calls_is_refused(backend):
     with pytest.raises(SamestepError, match="torch's results differ from run to run"):
-        compared(backend, job_of(Counting()), vectors())
+        parity_report(backend, new_job(Counting()), random_batch())
 
 
 def test_non_finite_values_must_agree():
-    one = {"": np.array([1.0]), "w": np.array([np.nan, 1.0, np.inf])}
-    assert parity.difference(one, one) == ("", 0.0)
-    other = {**one, "w": np.array([np.nan, 1.0, 3.0])}
-    assert parity.difference(one, other) == ("w", np.inf)
-    assert parity.difference(other, one) == ("w", np.inf)
+    infinite = {"": np.array([1.0]), "w": np.array([np.nan, 1.0, np.inf])}
+    assert parity.difference(infinite, infinite) == ("", 0.0)
+    finite = {**infinite, "w": np.array([np.nan, 1.0, 3.0])}
+    assert parity.difference(infinite, finite) == ("w", np.inf)
+    assert parity.difference(finite, infinite) == ("w", np.inf)
 
 
-def test_rounding_of_an_exact_zero_is_allowed():
-    one = {"": np.array([1.0]), "w": np.array([1.0, 1.0]), "b": np.array([1e-8])}
-    _, distance = parity.difference(one, {**one, "b": np.array([-1e-8])})
+def test_rounding_errors_of_an_exact_zero_are_allowed():
+    expected = {"": np.array([1.0]), "w": np.array([1.0, 1.0]), "b": np.array([1e-8])}
+    _, distance = parity.difference(expected, {**expected, "b": np.array([-1e-8])})
     assert distance < parity.TOLERANCE
-    name, distance = parity.difference(one, {**one, "b": np.array([1e-3])})
+    name, distance = parity.difference(expected, {**expected, "b": np.array([1e-3])})
     assert name == "b"
     assert distance > parity.TOLERANCE
 
 
 class Saturated(nn.Module):
-    """A norm over two numbers gives 1 and -1 for any input: its gradient is pure rounding."""
+    """A norm over two numbers gives 1 and -1 for any input, so its gradient is pure rounding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,29 +179,29 @@ class Saturated(nn.Module):
         return nn.functional.layer_norm((x + self.shift).unflatten(-1, (2, 2)), (2,)) ** -2
 
 
-def test_torch_rounding_is_not_a_device_fault(backend):
-    assert compared(backend, job_of(Saturated()), vectors())
+def test_rounding_errors_of_torch_are_allowed(backend):
+    assert parity_report(backend, new_job(Saturated()), random_batch())
 
 
 @pytest.mark.parametrize(
     ("make_model", "loss", "batch"),
     [
-        (Mixer, mixer_loss, mixed),
-        pytest.param(llama, next_token_loss, text, marks=pytest.mark.slow),
+        (Mixer, mixer_loss, mixer_batch),
+        pytest.param(llama, next_token_loss, token_batch, marks=pytest.mark.slow),
     ],
 )
-def test_microbatches_are_also_compared_in_reverse(backend, make_model, loss, batch):
-    assert compared(backend, trainable(make_model(), loss), batch(samples=2))
+def test_a_single_batch_is_compared_in_both_orders(backend, make_model, loss, batch):
+    assert parity_report(backend, trainable(make_model(), loss), batch(samples=2))
 
 
-def test_lowering_error_is_one_line(backend, monkeypatch):
-    def rule(*_: object) -> str:
-        raise ZeroDivisionError("no\nsuch thing")
+def test_an_error_while_kernels_are_generated_is_one_line(backend, monkeypatch):
+    def failing_rule(*_: object) -> str:
+        raise ZeroDivisionError("two\nlines")
 
     monkeypatch.setattr(
-        "backends.wgpu.lowering.kernels._RULES", {**ELEMENTWISE, _aten.tanh.default: rule}
+        "backends.wgpu.lowering.kernels._RULES", {**ELEMENTWISE, _aten.tanh.default: failing_rule}
     )
     with pytest.raises(
-        SamestepError, match=r"cannot generate kernels .*: ZeroDivisionError: no such"
+        SamestepError, match=r"cannot generate kernels .*: ZeroDivisionError: two lines"
     ):
-        compared(backend, job_of(Layers()), vectors())
+        parity_report(backend, new_job(Layers()), random_batch())

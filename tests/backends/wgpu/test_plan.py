@@ -1,4 +1,4 @@
-"""Plans: layers share shaders, and no buffer is overwritten while its value is still needed."""
+"""Plans: equal layers share shaders, and no value is overwritten before its last read."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from backends.wgpu.shaders.matmul.shader import matmul_shader
 from tests.backends.wgpu.small_models import (
     bert,
     class_loss,
-    labeled,
+    labeled_batch,
     llama,
     next_token_loss,
-    text,
+    token_batch,
 )
 from worker.models.blocks import cut_into_blocks
 
 DISPATCHES_PER_LAYER = 25
-"""Sizes of a decoder that is trained forward and backward in full."""
+"""Limit for a decoder layer with fused attention, in forward and backward."""
 
 
-def planned(module, loss, batch, *, fused: bool = False) -> Plan:
-    """Plan as a program does, without a device."""
+def plan_for_gpu(module, loss, batch, *, is_fused: bool = False) -> Plan:
+    """Plan a step with the kernels of a GPU, without a device; `is_fused` fuses attention."""
     names = [tensor.name for block in cut_into_blocks(module) for tensor in block.tensors]
     arrays = {name: torch.tensor(array) for name, array in batch.arrays.items()}
-    bindings = 16 if fused else 8  # as on cards
+    bindings = 16 if is_fused else 8
     template = Templates(cooperative=True, matmul=matmul_shader, bindings=bindings)
-    capture = capture_step(module, loss, names, arrays, template.fuses if fused else never_fuses)
+    capture = capture_step(module, loss, names, arrays, template.fuses if is_fused else never_fuses)
     kinds: dict[int, LayerKernels] = {}
     for kind in capture.kinds:
         if id(kind) not in kinds:
@@ -47,34 +47,35 @@ def planned(module, loss, batch, *, fused: bool = False) -> Plan:
     return make_plan(capture, outer, layers, groups, template.merge)
 
 
-def shaders(plan: Plan) -> set[str]:
+def shader_sources(plan: Plan) -> set[str]:
     return {dispatch.shader.source for dispatch in plan.dispatches}
 
 
 @cache
-def of_a_llama(layers: int) -> Plan:
-    """Shared by tests that do not change it, because a capture is slow."""
-    return planned(llama(layers=layers), next_token_loss, text())
+def llama_plan(layers: int) -> Plan:
+    """Return a plan that tests share and must not change, because a capture is slow."""
+    return plan_for_gpu(llama(layers=layers), next_token_loss, token_batch())
 
 
-def test_depth_adds_no_shaders():
-    shallow, deep = of_a_llama(2), of_a_llama(6)
-    assert shaders(deep) == shaders(shallow)
+def test_a_deeper_model_needs_no_more_shaders():
+    shallow, deep = llama_plan(2), llama_plan(6)
+    assert shader_sources(deep) == shader_sources(shallow)
     per_layer = (len(deep.dispatches) - len(shallow.dispatches)) / 4
-    assert per_layer < 45  # unfused attention, rows too short to share a workgroup
+    assert per_layer < 45  # attention is not fused, and rows are too short for workgroup sums
 
 
-def test_a_decoder_layer_takes_few_dispatches():
+def test_dispatches_of_a_decoder_layer_are_limited():
     wide_sizes = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 32}
     shallow, deep = (
-        planned(llama(layers=n, **wide_sizes), next_token_loss, text(), fused=True) for n in (2, 3)
+        plan_for_gpu(llama(layers=n, **wide_sizes), next_token_loss, token_batch(), is_fused=True)
+        for n in (2, 3)
     )
     assert len(deep.dispatches) - len(shallow.dispatches) <= DISPATCHES_PER_LAYER
 
 
 @pytest.mark.slow
-def test_different_layers_are_distinguished():
-    """GPT-2 can scale a layer's attention by its index."""
+def test_layers_that_use_their_index_have_separate_shaders():
+    """GPT-2 can divide a layer's attention scores by its index."""
     import transformers
 
     sizes: dict[str, Any] = {
@@ -85,50 +86,51 @@ def test_different_layers_are_distinguished():
         "n_positions": 32,
     }
     shader_sets = []
-    for scaled in (False, True):
+    for is_scaled in (False, True):
         config = transformers.GPT2Config(
-            **sizes, scale_attn_by_inverse_layer_idx=scaled, bos_token_id=0, eos_token_id=0
+            **sizes, scale_attn_by_inverse_layer_idx=is_scaled, bos_token_id=0, eos_token_id=0
         )
         torch.manual_seed(0)
         module = transformers.GPT2LMHeadModel(config)
-        shader_sets.append(shaders(planned(module, next_token_loss, text())))
-    plain, scaled_ones = shader_sets
-    assert len(scaled_ones) > len(plain)
+        shader_sets.append(shader_sources(plan_for_gpu(module, next_token_loss, token_batch())))
+    unscaled, scaled = shader_sets
+    assert len(scaled) > len(unscaled)
 
 
-def test_memory_is_shared_only_between_disjoint_lifetimes():
-    """Replay the plan: every read must find the value that was written for it."""
-    plan = planned(bert(dropout=0.1), class_loss, labeled())
-    slots = [location.slot for location in plan.locations]
+def test_buffers_share_a_slot_only_if_their_lifetimes_are_disjoint():
+    """Replays the plan: every read must find its buffer in the slot."""
+    plan = plan_for_gpu(bert(dropout=0.1), class_loss, labeled_batch())
+    slots = [location.slot for location in plan.locations]  # negative for inputs
     last_read: dict[int, int] = {}
-    for offset, dispatch in enumerate(plan.dispatches):
-        for number in dispatch.buffers:
-            last_read[number] = offset
+    for index, dispatch in enumerate(plan.dispatches):
+        for buffer in dispatch.buffers:
+            last_read[buffer] = index
     for segment in plan.segments:
-        output_slots = [plan.outputs[output] for output in segment.outputs]
-        for number in (number for number in output_slots if number is not None):
-            last_read[number] = max(last_read[number], segment.end - 1)
-    value_by_slot: dict[int, int] = {}
-    written_slots: set[int] = set()
-    for offset, dispatch in enumerate(plan.dispatches):
+        for output in segment.outputs:
+            output_buffer = plan.outputs[output]
+            if output_buffer is not None:
+                last_read[output_buffer] = max(last_read[output_buffer], segment.end - 1)
+    buffer_by_slot: dict[int, int] = {}
+    written_buffers: set[int] = set()
+    for index, dispatch in enumerate(plan.dispatches):
         inputs = dispatch.buffers[: -len(dispatch.written)]
-        for number in inputs:
-            if slots[number] >= 0:
-                assert value_by_slot[slots[number]] == number
-        assert len({slots[output] for output in dispatch.written}) == len(dispatch.written)
-        for output in dispatch.written:
-            assert slots[output] >= 0, "an input was written"
-            assert slots[output] not in {slots[number] for number in inputs}
-            before = value_by_slot.get(slots[output])
-            if before is not None and before != output:
-                assert last_read[before] < offset
-            value_by_slot[slots[output]] = output
-            written_slots.add(output)
-    assert len({slots[number] for number in written_slots}) < len(written_slots) / 2
+        for buffer in inputs:
+            if slots[buffer] >= 0:
+                assert buffer_by_slot[slots[buffer]] == buffer
+        assert len({slots[buffer] for buffer in dispatch.written}) == len(dispatch.written)
+        for buffer in dispatch.written:
+            assert slots[buffer] >= 0, "a kernel writes an input"
+            assert slots[buffer] not in {slots[read_buffer] for read_buffer in inputs}
+            old_buffer = buffer_by_slot.get(slots[buffer])
+            if old_buffer is not None and old_buffer != buffer:
+                assert last_read[old_buffer] < index
+            buffer_by_slot[slots[buffer]] = buffer
+            written_buffers.add(buffer)
+    assert len({slots[buffer] for buffer in written_buffers}) < len(written_buffers) / 2
 
 
-def test_first_gradients_are_complete_long_before_the_last():
-    plan = of_a_llama(6)
+def test_first_gradients_are_complete_in_the_first_half_of_the_plan():
+    plan = llama_plan(6)
     segment_ends = [segment.end for segment in plan.segments]
     assert segment_ends == sorted(segment_ends)
     assert segment_ends[0] < 0.5 * len(plan.dispatches)

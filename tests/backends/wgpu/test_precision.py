@@ -1,4 +1,4 @@
-"""A Vulkan device refuses a precision that it lacks, in one line."""
+"""A Vulkan worker refuses an unsupported precision, and the coordinator receives the reason."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from worker.shell.engine import Engine
 from worker.tasks.small.regress import Regress
 
 PATIENCE_S = 60.0
-LINE = (
+REFUSAL = (
     "expected model.precision float32 or float16, got bfloat16: "
     "Vulkan and canonical arithmetic support no other"
 )
@@ -33,8 +33,8 @@ SPEC = RegressRun(
 )  # fmt: skip
 
 
-class InBfloat16(Regress):
-    """The smallest task, in a precision that models may request."""
+class Bfloat16Regress(Regress):
+    """A small task in a precision that Vulkan does not support."""
 
     def __init__(self, spec: RunSpec) -> None:
         super().__init__(spec)
@@ -42,50 +42,50 @@ class InBfloat16(Regress):
 
 
 class BackendFactory:
-    """The real device with the task of a test."""
+    """Provides the Vulkan backend and a task class."""
 
-    def __init__(self, task: type[Regress]) -> None:
+    def __init__(self, task_class: type[Regress]) -> None:
         from backends.wgpu.backend import VulkanBackend
 
-        self._task = task
+        self._task_class = task_class
         self._backend = VulkanBackend(0)
 
     def backend(self):
         return self._backend
 
     def task(self, spec: RunSpec) -> Regress:
-        return self._task(spec)
+        return self._task_class(spec)
 
     def close(self) -> None:
         self._backend.device.close()
 
 
 @pytest.fixture
-def toolbox(request: pytest.FixtureRequest) -> Iterator[BackendFactory]:
+def factory(request: pytest.FixtureRequest) -> Iterator[BackendFactory]:
     available = adapters()
     if isinstance(available, str):
         pytest.skip(available)
-    factory = BackendFactory(request.param)
-    yield factory
-    factory.close()
+    vulkan_factory = BackendFactory(request.param)
+    yield vulkan_factory
+    vulkan_factory.close()
 
 
-@pytest.mark.parametrize("toolbox", [InBfloat16], indirect=True)
-def test_bfloat16_is_refused_before_anything_is_captured(toolbox):
-    task = toolbox.task(SPEC)
-    with pytest.raises(SamestepError, match=LINE):
-        toolbox.backend().compile(task.trainable, task.batch([0, 1]))
+@pytest.mark.parametrize("factory", [Bfloat16Regress], indirect=True)
+def test_bfloat16_is_refused(factory):
+    task = factory.task(SPEC)
+    with pytest.raises(SamestepError, match=REFUSAL):
+        factory.backend().compile(task.trainable, task.batch([0, 1]))
 
 
 @pytest.mark.parametrize(
-    ("toolbox", "refused"), [(InBfloat16, True), (Regress, False)], indirect=["toolbox"]
+    ("factory", "is_refused"), [(Bfloat16Regress, True), (Regress, False)], indirect=["factory"]
 )
-def test_coordinator_learns_why_the_device_is_unusable(toolbox, refused):
-    messages: queue.Queue[events.Event] = queue.Queue()
-    device = Engine(toolbox, messages.put)
-    device.do(act.Build("run", SPEC, keep_state=False))
-    event = messages.get(timeout=PATIENCE_S)
-    device.close()
+def test_the_worker_reports_the_refusal_to_the_coordinator(factory, is_refused):
+    engine_events: queue.Queue[events.Event] = queue.Queue()
+    engine = Engine(factory, engine_events.put)
+    engine.do(act.Build("run", SPEC, keep_state=False))
+    event = engine_events.get(timeout=PATIENCE_S)
+    engine.close()
 
     session = WorkerSession()
     session.welcome(
@@ -97,8 +97,10 @@ def test_coordinator_learns_why_the_device_is_unusable(toolbox, refused):
         msg.StartRun(run_id="run", term=1, step=0, blobs=None),
         np.frombuffer(SPEC.to_bytes(), np.uint8),
     )
-    (message,) = (each.message for each in session.result(event) if isinstance(each, Transmit))
-    if refused:
-        assert message == msg.Unready(run_id="run", reason=LINE, own=True, exit_code=1)
+    (message,) = (
+        action.message for action in session.result(event) if isinstance(action, Transmit)
+    )
+    if is_refused:
+        assert message == msg.Unready(run_id="run", reason=REFUSAL, own=True, exit_code=1)
     else:
         assert isinstance(message, msg.Ready)

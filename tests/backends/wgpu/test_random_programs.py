@@ -1,8 +1,8 @@
-"""Random modules agree with torch or are refused in one line: no wrong number, no driver message.
+"""Random modules agree with torch, or are refused in one line without a driver's message.
 
-`SAMESTEP_PROGRAMS` sets their number (10 by default, always the same), and `SAMESTEP_FIRST` the
-part that comes first. Parts let several processes share the work; every second part uses the
-kernels of a card:
+`SAMESTEP_PROGRAMS` sets the number of modules (by default 10, always the same ones), and
+`SAMESTEP_FIRST` the number of the first part. A part is a test with 10 modules, so that several
+processes can run them. Every second part uses the kernels of a GPU:
 
     SAMESTEP_PROGRAMS=50000 python -m pytest -n auto tests/backends/wgpu/test_random_programs.py
 """
@@ -18,19 +18,19 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from backends.wgpu.lowering import kernels
 from tests.backends.wgpu.differential import Mismatch, Unsupported, compare
-from tests.backends.wgpu.random_programs import Text, programs, shrunk
+from tests.backends.wgpu.random_programs import ProgramText, programs, shrink
 
-PROGRAMS: Final = int(os.environ.get("SAMESTEP_PROGRAMS", "10"))
-FIRST: Final = int(os.environ.get("SAMESTEP_FIRST", "0"))
-PER_PART: Final = 10
-LEAST_AGREEING: Final = 0.25
-"""Required share of accepted programs, because a backend that refuses everything is never wrong."""
+PROGRAM_COUNT: Final = int(os.environ.get("SAMESTEP_PROGRAMS", "10"))
+FIRST_PART: Final = int(os.environ.get("SAMESTEP_FIRST", "0"))
+PROGRAMS_PER_PART: Final = 10
+MIN_AGREEMENT: Final = 0.25
+"""Required fraction of programs that are not refused: a backend that refuses all makes no error."""
 
 
-def complaint_of(device, text: Text, *, as_on_a_card: bool) -> str:
-    """Return what is wrong with the program; empty if nothing is."""
+def find_mismatch(device, program: ProgramText, *, use_gpu_kernels: bool) -> str:
+    """Compare a program with torch; return the message of a mismatch, or an empty string."""
     try:
-        compare(device, text, as_on_a_card=as_on_a_card)
+        compare(device, program, use_gpu_kernels=use_gpu_kernels)
     except Mismatch as error:
         return str(error)
     except Unsupported:
@@ -38,36 +38,44 @@ def complaint_of(device, text: Text, *, as_on_a_card: bool) -> str:
     return ""
 
 
-def complaint(device, text: Text, **kernels: bool) -> str:
-    """Add the shortest program that shows the fault."""
-    least = shrunk(text, lambda shorter: bool(complaint_of(device, shorter, **kernels)))
-    return f"{complaint_of(device, least, **kernels)}; as a program that repeats it:\n\n{least}"
+def describe_mismatch(device, program: ProgramText, *, use_gpu_kernels: bool) -> str:
+    """Return the message of a mismatch, with the shortest program that reproduces one."""
+
+    def mismatch_of(candidate: ProgramText) -> str:
+        return find_mismatch(device, candidate, use_gpu_kernels=use_gpu_kernels)
+
+    shortest = shrink(program, lambda candidate: bool(mismatch_of(candidate)))
+    return f"{mismatch_of(shortest)}; to reproduce it, run:\n\n{shortest}"
 
 
-@pytest.mark.parametrize("part", range(FIRST, FIRST + -(-PROGRAMS // PER_PART)))
+@pytest.mark.parametrize(
+    "part", range(FIRST_PART, FIRST_PART + -(-PROGRAM_COUNT // PROGRAMS_PER_PART))
+)
 def test_a_random_module_agrees_with_torch_or_is_refused(device, part, monkeypatch):
-    as_on_a_card = part % 2 == 1
-    if as_on_a_card:
-        monkeypatch.setattr(kernels, "_COOPERATIVE_TERMS", 2)  # no row here is as long as a card's
-    outcomes: Counter[bool] = Counter()
-    refusals: set[str] = set()
+    use_gpu_kernels = part % 2 == 1
+    if use_gpu_kernels:  # rows here are too short for cooperative sums without this change
+        monkeypatch.setattr(kernels, "_COOPERATIVE_TERMS", 2)
+    outcomes: Counter[bool] = Counter()  # whether a program agreed or was refused
+    seen: set[str] = set()
 
     @seed(part)
     @settings(
-        max_examples=2 * PER_PART, deadline=None, database=None, phases=[Phase.generate],
+        max_examples=2 * PROGRAMS_PER_PART, deadline=None, database=None, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(programs())
-    def run_program(text: Text) -> None:
-        if len(refusals) == PER_PART or str(text) in refusals:
+    def compare_new_program(program: ProgramText) -> None:
+        if len(seen) == PROGRAMS_PER_PART or str(program) in seen:
             return
-        refusals.add(str(text))
+        seen.add(str(program))
         try:
-            outcomes[compare(device, text, as_on_a_card=as_on_a_card) == "agreed"] += 1
+            outcome = compare(device, program, use_gpu_kernels=use_gpu_kernels)
+            outcomes[outcome == "agreed"] += 1
         except Mismatch:
-            pytest.fail(complaint(device, text, as_on_a_card=as_on_a_card), pytrace=False)
+            message = describe_mismatch(device, program, use_gpu_kernels=use_gpu_kernels)
+            pytest.fail(message, pytrace=False)
         except Unsupported:
             pass
 
-    run_program()
-    assert outcomes[True] >= LEAST_AGREEING * sum(outcomes.values()), outcomes
+    compare_new_program()
+    assert outcomes[True] >= MIN_AGREEMENT * sum(outcomes.values()), outcomes

@@ -1,4 +1,4 @@
-"""Tables larger than a binding: split into parts, with the gradients of the whole table."""
+"""Tables that exceed a binding are split into parts, with the gradients of whole tables."""
 
 from __future__ import annotations
 
@@ -18,26 +18,25 @@ from backends.wgpu.program import CompiledProgram
 from backends.wgpu.weights.host_copy import is_released
 from protocol.base.errors import SamestepError
 from tests.backends.wgpu.small_models import (
-    assert_like_the_cpu,
+    assert_equals_cpu,
     bert,
     class_loss,
     gradients,
-    labeled,
+    labeled_batch,
     llama,
     next_token_loss,
     qwen3_with_lora,
-    text,
+    token_batch,
     trainable,
 )
 
 WIDTH = 64
 ROW_BYTES = 4 * WIDTH
-LARGEST = 17_000
-"""A table of 97 x 64 takes 24,832 bytes; nothing else in these models takes as much as this
-limit."""
+LARGEST_BYTES = 17_000
+"""A table of 97 x 64 takes 24,832 bytes; all other tensors in these models are below this limit."""
 
 
-def program_of(device, job, batch, largest_bytes=LARGEST):
+def new_program(device, job, batch, largest_bytes=LARGEST_BYTES):
     template = Templates(not device.adapter.software, MatmulTuner(device).shader)
     program = CompiledProgram(
         device, job, template, adds_on_device=False, largest_bytes=largest_bytes
@@ -46,62 +45,71 @@ def program_of(device, job, batch, largest_bytes=LARGEST):
     return program
 
 
-def widened(model, **changes):
-    return model(hidden_size=WIDTH, intermediate_size=48, **changes)
+def make_wide(make_model, **options):
+    return make_model(hidden_size=WIDTH, intermediate_size=48, **options)
 
 
-def frozen_embeddings(module):
-    """Everything is trained except the tables."""
+def freeze_tables(module):
+    """Freeze embeddings and head; all other tensors are trained."""
     for layer in module.modules():
         if isinstance(layer, nn.Embedding):
             layer.requires_grad_(False)
-    module.get_output_embeddings() and module.get_output_embeddings().requires_grad_(False)
+    head = module.get_output_embeddings()
+    if head is not None:
+        head.requires_grad_(False)
     return module
 
 
-def short(samples=2, length=8):
-    return text(samples, length)
+def short_batch(samples=2, length=8):
+    return token_batch(samples, length)
 
 
 MODELS: dict[str, Any] = {
-    "a Qwen3 with LoRA": (lambda: widened(qwen3_with_lora), next_token_loss, short),
-    "a Qwen3 with LoRA, its head tied": (
-        lambda: widened(qwen3_with_lora, tie_word_embeddings=True), next_token_loss, short,
+    "Qwen3 with LoRA": (lambda: make_wide(qwen3_with_lora), next_token_loss, short_batch),
+    "Qwen3 with LoRA and a tied head": (
+        lambda: make_wide(qwen3_with_lora, tie_word_embeddings=True), next_token_loss, short_batch,
     ),
-    "a Llama in full but for its tied table": (
-        lambda: frozen_embeddings(widened(llama, tie_word_embeddings=True)), next_token_loss, short,
+    "Llama with a frozen tied table": (
+        lambda: freeze_tables(make_wide(llama, tie_word_embeddings=True)),
+        next_token_loss,
+        short_batch,
     ),
-    "a BERT in full but for its embeddings": (
-        lambda: frozen_embeddings(widened(bert)), class_loss, lambda: labeled(2, 8),
+    "BERT with frozen embeddings": (
+        lambda: freeze_tables(make_wide(bert)), class_loss, lambda: labeled_batch(2, 8),
     ),
-    "a Llama in full": (lambda: widened(llama), next_token_loss, short),
-    "a Llama in full, its head tied": (
-        lambda: widened(llama, tie_word_embeddings=True), next_token_loss, short,
+    "Llama": (lambda: make_wide(llama), next_token_loss, short_batch),
+    "Llama with a tied head": (
+        lambda: make_wide(llama, tie_word_embeddings=True), next_token_loss, short_batch,
     ),
-    "a BERT in full": (lambda: widened(bert), class_loss, lambda: labeled(2, 8)),
+    "BERT": (lambda: make_wide(bert), class_loss, lambda: labeled_batch(2, 8)),
 }  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_equal_the_whole_table(device, name):
-    make_model, loss, batch = MODELS[name]
-    assert_equals_whole_table(device, make_model(), loss, batch(), LARGEST)
+    make_model, loss, make_batch = MODELS[name]
+    assert_equals_whole_table(device, make_model(), loss, make_batch(), LARGEST_BYTES)
 
 
-def assert_equals_whole_table(device, module, loss, batch, largest, **changes):
+def assert_equals_whole_table(device, module, loss, batch, largest_bytes, **options):
+    """Compare gradients with split tables with those of whole tables and of torch.
+
+    `options` are those of `Trainable`.
+    """
     results = []
-    for limit in (None, largest):
-        job = trainable(module, loss, **changes)
-        program = program_of(device, job, batch, limit)
+    for limit_bytes in (None, largest_bytes):
+        job = trainable(module, loss, **options)
+        program = new_program(device, job, batch, limit_bytes)
         results.append(gradients(program, batch))
-        assert (program.estimates[-1].largest_buffer[0] > largest) == (limit is None)
+        is_larger = program.estimates[-1].largest_buffer[0] > largest_bytes
+        assert is_larger == (limit_bytes is None)
         program.close()
-    unsplit, parts = results
-    round_frozen_base(module, changes.get("base_dtype", "float32"))
-    assert_like_the_cpu(module, job.blocks, loss, batch, parts)
-    for number, values in unsplit.items():
-        assert np.linalg.norm(values - parts[number]) <= 2e-6 * np.linalg.norm(values)
+    whole, split = results
+    round_frozen_base(module, options.get("base_dtype", "float32"))
+    assert_equals_cpu(module, job.blocks, loss, batch, split)
+    for block, values in whole.items():
+        assert np.linalg.norm(values - split[block]) <= 2e-6 * np.linalg.norm(values)
 
 
 class TiedTable(nn.Module):
@@ -118,7 +126,7 @@ class TiedTable(nn.Module):
 
 
 class SlicedTable(TiedTable):
-    """The head's input is not a contiguous matrix: a batch of products with one table."""
+    """The head's input is a slice, so the head is a batch of products with one table."""
 
     def forward(self, ids):
         return (torch.tanh(self.middle(self.table(ids)))[:, :-1]) @ self.table.weight.T
@@ -137,12 +145,12 @@ def tokens(samples=1, length=3, limit=600):
 
 
 @pytest.mark.parametrize(("module", "batch"), [(TiedTable, tokens()), (SlicedTable, tokens(2, 2))])
-def test_more_parts_than_a_shader_binds(device, module, batch):
+def test_a_table_may_have_more_parts_than_a_shader_binds(device, module, batch):
     assert_equals_whole_table(device, module(), token_loss, batch, 8000)
 
 
 class WithHead(nn.Module):
-    """A frozen head that may be stored in fewer bits."""
+    """A trained layer and a frozen head, which may be quantized."""
 
     def __init__(self):
         super().__init__()
@@ -159,50 +167,52 @@ def square_loss(module, arrays):
 
 
 @pytest.mark.parametrize(
-    ("base_dtype", "largest"),
+    ("base_dtype", "largest_bytes"),
     [
-        pytest.param("float32", 30_000, marks=pytest.mark.slow),  # as the table above
+        pytest.param("float32", 30_000, marks=pytest.mark.slow),
         ("bfloat16", 20_000),
         ("int8", 17_000),
         ("int4", 16_500),
     ],
 )
-def test_frozen_head_in_any_storage_form(device, base_dtype, largest):
+def test_a_frozen_head_is_split_in_any_storage_type(device, base_dtype, largest_bytes):
     x = np.random.default_rng(0).standard_normal((3, WIDTH)).astype(np.float32)
     batch = Batch({"x": x}, 3.0)
     module = WithHead()
-    assert_equals_whole_table(device, module, square_loss, batch, largest, base_dtype=base_dtype)
+    assert_equals_whole_table(
+        device, module, square_loss, batch, largest_bytes, base_dtype=base_dtype
+    )
 
 
 @pytest.mark.parametrize(
     ("base_dtype", "largest_bytes"),
     [
-        ("float32", LARGEST),
+        ("float32", LARGEST_BYTES),
         ("int4", 1 << 20),
         pytest.param("float32", 1 << 20, marks=pytest.mark.slow),
-        pytest.param("int4", LARGEST, marks=pytest.mark.slow),
+        pytest.param("int4", LARGEST_BYTES, marks=pytest.mark.slow),
     ],
 )
-def test_values_are_readable_after_the_host_released_them(device, base_dtype, largest_bytes):
-    """Quantized weights are kept as stored; other weights are read back, tables in parts."""
+def test_values_are_readable_after_their_release_on_the_host(device, base_dtype, largest_bytes):
+    """The host keeps a quantized copy of quantized weights, and reads others from the device."""
     job = trainable(
-        widened(qwen3_with_lora, tie_word_embeddings=True), next_token_loss, base_dtype=base_dtype
+        make_wide(qwen3_with_lora, tie_word_embeddings=True), next_token_loss, base_dtype=base_dtype
     )
     template = Templates(not device.adapter.software, MatmulTuner(device).shader)
     program = CompiledProgram(
         device, job, template, adds_on_device=False, largest_bytes=largest_bytes
     )
-    values = program.make_value_reader()
-    before = values()
-    program.check(short())
-    after = values()
+    current_values = program.make_value_reader()
+    values_before = current_values()
+    program.check(short_batch())
+    values_after = current_values()
     assert job.module is not None
-    released = [n for n, each in job.module.named_parameters() if is_released(each)]
+    released = [name for name, parameter in job.module.named_parameters() if is_released(parameter)]
     assert any("embed_tokens" in name for name in released)
-    assert len(released) > 5
-    assert before.keys() == after.keys()
-    for name, value in before.items():
-        assert torch.equal(value, after[name]), name
+    assert len(released) > 5, "also weights of layers"
+    assert values_before.keys() == values_after.keys()
+    for name, value in values_before.items():
+        assert torch.equal(value, values_after[name]), name
 
 
 def test_evaluation_and_loss_equal_the_whole_table(device):
@@ -211,7 +221,7 @@ def test_evaluation_and_loss_equal_the_whole_table(device):
 
     module = TiedTable()
     job = trainable(module, token_loss, evaluate=evaluate)
-    program = program_of(device, job, tokens(), 8000)
+    program = new_program(device, job, tokens(), 8000)
     (*_, loss) = program.gradients([(tokens(), 0)])
     assert isinstance(loss, Loss)
     evaluation_loss = program.evaluate(tokens())["loss"]
@@ -223,11 +233,15 @@ def test_evaluation_and_loss_equal_the_whole_table(device):
 
 
 class PenalizedTable(TiedTable):
+    """Also uses the table outside lookups and products."""
+
     def forward(self, ids):
         return super().forward(ids) + self.table.weight.square().sum()
 
 
-class Layer(nn.Module):
+class LookupLayer(nn.Module):
+    """Looks up rows, without an effect on its result."""
+
     def __init__(self, table):
         super().__init__()
         self.table = table
@@ -236,12 +250,14 @@ class Layer(nn.Module):
         return ids + 0.0 * self.table(ids.long()).sum(-1)
 
 
-class InLayers(nn.Module):
+class TablesInLayers(nn.Module):
+    """Layers that each have a table."""
+
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
         self.layers = nn.ModuleList(
-            Layer(nn.Embedding(600, 32).requires_grad_(False)) for _ in range(2)
+            LookupLayer(nn.Embedding(600, 32).requires_grad_(False)) for _ in range(2)
         )
 
     def forward(self, ids):
@@ -251,68 +267,78 @@ class InLayers(nn.Module):
         return x * self.scale
 
 
-def summed_loss(module, arrays):
+def sum_loss(module, arrays):
     return module(arrays["ids"]).sum()
 
 
+# Model, loss, batch and limit in bytes, by the error.
 REFUSED: dict[str, Any] = {
     r"'table.weight' .*in the loss": (PenalizedTable, token_loss, tokens(), 8000),
-    r"in layers.0": (InLayers, summed_loss, tokens(), 8000),
+    r"in layers.0": (TablesInLayers, sum_loss, tokens(), 8000),
     r"'an intermediate result'.*fewer tokens": (TiedTable, token_loss, tokens(1, 6), 8000),
 }
 
 
-def test_trained_table_is_loaded_and_summed_in_parts(device):
-    module = widened(llama, tie_word_embeddings=True)
+def test_a_trained_table_is_loaded_and_summed_in_parts(device):
+    """The device adds gradient sums with the bits of sums on the host."""
+    module = make_wide(llama, tie_word_embeddings=True)
     job = trainable(module, next_token_loss)
-    draws = np.random.default_rng(1)
-    values = [draws.normal(0, 0.05, block.elements).astype(np.float32) for block in job.blocks]
+    rng = np.random.default_rng(1)
+    values = [rng.normal(0, 0.05, block.elements).astype(np.float32) for block in job.blocks]
     template = Templates(not device.adapter.software, MatmulTuner(device).shader)
-    program = CompiledProgram(device, job, template, adds_on_device=True, largest_bytes=LARGEST)
-    program.check(short())
-    before = gradients(program, short())
+    program = CompiledProgram(
+        device, job, template, adds_on_device=True, largest_bytes=LARGEST_BYTES
+    )
+    program.check(short_batch())
+    initial_gradients = gradients(program, short_batch())
     program.load(values)
-    after = gradients(program, short())
-    assert_like_the_cpu(module, job.blocks, next_token_loss, short(), after)
-    assert any(before[n].tobytes() != after[n].tobytes() for n in before)
-    contents = []
+    loaded_gradients = gradients(program, short_batch())
+    assert_equals_cpu(module, job.blocks, next_token_loss, short_batch(), loaded_gradients)
+    assert any(
+        values.tobytes() != loaded_gradients[block].tobytes()
+        for block, values in initial_gradients.items()
+    )
+    sums = []
     for compute in (program.gradients, program.sum_on_host):
-        items = compute([(short(), leaf) for leaf in range(2)])
-        contents.append([x.values.tobytes() for x in items if isinstance(x, BlockGradient)])
+        items = compute([(short_batch(), leaf) for leaf in range(2)])
+        sums.append([item.values.tobytes() for item in items if isinstance(item, BlockGradient)])
     program.close()
-    assert contents[0] == contents[1]
+    assert sums[0] == sums[1]
 
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_tables_that_cannot_be_split_are_refused_before_the_start(device, message):
-    module, loss, batch, largest = REFUSED[message]
+    make_module, loss, batch, largest_bytes = REFUSED[message]
     with pytest.raises(SamestepError, match=message):
-        program_of(device, trainable(module(), loss), batch, largest)
+        new_program(device, trainable(make_module(), loss), batch, largest_bytes)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("frozen", [True, False])
-def test_a_table_of_140_mib_on_a_device_that_binds_128(device, frozen):
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_table_of_140_mib_on_a_device_that_binds_128_mib(device, is_frozen):
     if device.largest_buffer_bytes >= 140 * 2**20:
-        pytest.skip("this device binds it whole")
+        pytest.skip("this device binds the whole table")
     rows, width = 143_360, 256
     module = TiedTable(1, width)
-    module.table = nn.Embedding.from_pretrained(torch.rand(rows, width) - 0.5, freeze=frozen)
+    module.table = nn.Embedding.from_pretrained(torch.rand(rows, width) - 0.5, freeze=is_frozen)
     job = trainable(module, token_loss)
     batch = tokens(limit=rows)
-    program = program_of(device, job, batch, None)
-    assert_like_the_cpu(module, job.blocks, token_loss, batch, gradients(program, batch))
+    program = new_program(device, job, batch, None)
+    assert_equals_cpu(module, job.blocks, token_loss, batch, gradients(program, batch))
     assert program.estimates[-1].weights == 4 * (rows * width + width * width + width)
     program.close()
 
 
-def test_parts_are_even_and_aligned_to_64():
+def test_parts_have_equal_multiples_of_64_rows_if_possible():
     parts = split_rows("t", 151_936, 4 * 151_936 * 2560, 128 * 2**20)
     assert [part.first for part in parts] == [*range(0, 151_936, parts[0].rows)]
     assert parts[0].rows % 64 == 0
     assert all(4 * 2560 * part.rows <= 128 * 2**20 for part in parts)
     assert parts[-1].end == 151_936
     assert len(parts) == 12
-    assert split_rows("t", 10, 4000, 999) == split_rows("t", 10, 4000, 800)
-    assert [part.rows for part in split_rows("t", 10, 4000, 999)] == [2] * 5
-    assert len(split_rows("t", 10, 4000, 399)) == 1, "not a row fits: refused elsewhere"
+    row_bytes = 400
+    two_rows_fit = split_rows("t", 10, 10 * row_bytes, 999)
+    assert two_rows_fit == split_rows("t", 10, 10 * row_bytes, 800)
+    assert [part.rows for part in two_rows_fit] == [2] * 5
+    no_row_fits = split_rows("t", 10, 10 * row_bytes, 399)
+    assert len(no_row_fits) == 1, "the program refuses this table"

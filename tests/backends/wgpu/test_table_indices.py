@@ -1,4 +1,4 @@
-"""An index outside its table is named before a device looks it up, because torch raises too."""
+"""Indices outside their table are refused before the upload, as torch raises an error for them."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ TOKENS, CLASSES = 10, 3
 
 
 class Classifier(nn.Module):
+    """Classifies the mean embedding of two tokens."""
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -44,65 +46,67 @@ def make_arrays(ids: int = 9, label: int = 2) -> dict[str, Any]:
     return {"x": np.array([[0, ids], [1, 2]]), "y": np.array([0, label])}
 
 
-OF_Y = "which the model, or its loss, looks up in 3 rows: expected 0 to 2"
-OUTSIDE = {
+Y_LOOKUP = "which the model, or its loss, looks up in 3 rows: expected 0 to 2"
+# Messages by token id and label.
+OUTSIDE_TABLE = {
     (10, 2): "input 'x' has 10 at [0, 1], which table looks up in 10 rows: expected 0 to 9",
     (-1, 2): "input 'x' has -1 at [0, 1], which table looks up in 10 rows: expected 0 to 9",
-    (9, 3): f"input 'y' has 3 at [1], {OF_Y}",
-    (9, -1): f"input 'y' has -1 at [1], {OF_Y}",
+    (9, 3): f"input 'y' has 3 at [1], {Y_LOOKUP}",
+    (9, -1): f"input 'y' has -1 at [1], {Y_LOOKUP}",
 }
 
 
-def lookups_of(loss: Any, arrays: dict[str, Any]) -> None:
+def refuse_indices_outside(loss: Any, arrays: dict[str, Any]) -> None:
+    """Capture the loss with valid arrays, and check these arrays."""
     module = Classifier()
     tensors = {name: torch.tensor(array) for name, array in make_arrays().items()}
     names = [name for name, _ in module.named_parameters()]
-    captured = capture_step(module, loss, names, tensors)
-    TableIndices(captured.graph, captured.arrays).refuse_indices_outside(arrays)
+    capture = capture_step(module, loss, names, tensors)
+    TableIndices(capture.graph, capture.arrays).refuse_indices_outside(arrays)
 
 
-@pytest.mark.parametrize(("values", "message"), OUTSIDE.items())
-def test_errors_of_torch_are_named(values, message):
-    arrays = make_arrays(*values)
+@pytest.mark.parametrize(("id_and_label", "message"), OUTSIDE_TABLE.items())
+def test_refusals_name_input_position_and_table(id_and_label, message):
+    arrays = make_arrays(*id_and_label)
     with pytest.raises((IndexError, RuntimeError)):
         loss(Classifier(), {name: torch.tensor(array) for name, array in arrays.items()})
     with pytest.raises(DataError, match=re.escape(message)):
-        lookups_of(loss, arrays)
+        refuse_indices_outside(loss, arrays)
 
 
 @pytest.mark.parametrize("label", [*range(CLASSES), -100])
 def test_valid_and_ignored_indices_pass(label):
-    lookups_of(loss, make_arrays(9, label))
+    refuse_indices_outside(loss, make_arrays(9, label))
 
 
-def test_ignored_value_is_defined_by_the_loss():
-    def ignoring(module: nn.Module, arrays: Any) -> torch.Tensor:
+def test_the_loss_defines_the_ignored_label():
+    def loss_ignoring_7(module: nn.Module, arrays: Any) -> torch.Tensor:
         logits = module(arrays["x"])
         return functional.cross_entropy(logits, arrays["y"], ignore_index=7, reduction="sum")
 
-    lookups_of(ignoring, make_arrays(9, 7))
+    refuse_indices_outside(loss_ignoring_7, make_arrays(9, 7))
     with pytest.raises(DataError, match="input 'y' has -100"):
-        lookups_of(ignoring, make_arrays(9, -100))
+        refuse_indices_outside(loss_ignoring_7, make_arrays(9, -100))
 
 
-def test_negative_index_is_valid_except_for_gather():
-    def indexed(module: nn.Module, arrays: Any) -> torch.Tensor:
+def test_negative_indices_are_valid_except_in_gather():
+    def indexed_loss(module: nn.Module, arrays: Any) -> torch.Tensor:
         return module(arrays["x"])[arrays["y"]].sum()
 
-    lookups_of(indexed, make_arrays(9, -2))
+    refuse_indices_outside(indexed_loss, make_arrays(9, -2))
     with pytest.raises(DataError, match=r"'y' has -3 at \[1\], .* in 2 rows: expected -2 to 1"):
-        lookups_of(indexed, make_arrays(9, -3))
+        refuse_indices_outside(indexed_loss, make_arrays(9, -3))
 
-    def gathered(module: nn.Module, arrays: Any) -> torch.Tensor:
+    def gathered_loss(module: nn.Module, arrays: Any) -> torch.Tensor:
         return module(arrays["x"]).gather(1, arrays["y"][:, None]).sum()
 
     with pytest.raises(DataError, match=r"'y' has -2 at \[1\], .* in 3 rows: expected 0 to 2"):
-        lookups_of(gathered, make_arrays(9, -2))
+        refuse_indices_outside(gathered_loss, make_arrays(9, -2))
 
 
-def test_unused_part_of_an_input_may_hold_any_value():
-    def shifted(module: Any, arrays: Any) -> torch.Tensor:
-        """As in causal language models: the last token has no next token."""
+def test_a_token_that_is_no_label_may_exceed_the_number_of_classes():
+    def next_token_loss(module: Any, arrays: Any) -> torch.Tensor:
+        """The first token is no label, and the last has none."""
         padded = functional.pad(arrays["x"], (0, 1), value=-100)
         logits = module.table(arrays["x"]).flatten(0, 1)
         labels = padded[..., 1:].contiguous().view(-1)
@@ -110,41 +114,41 @@ def test_unused_part_of_an_input_may_hold_any_value():
         return losses + arrays["y"].sum()
 
     with pytest.raises(DataError, match=r"'x' has 9 at \[0, 1\], .* in 4 rows: expected 0 to 3"):
-        lookups_of(shifted, make_arrays(9))
-    lookups_of(shifted, make_arrays(3))
-    first = make_arrays(3)
-    first["x"][:, 0] = 9  # looked up in the token table, and not used as label
-    lookups_of(shifted, first)
+        refuse_indices_outside(next_token_loss, make_arrays(9))
+    refuse_indices_outside(next_token_loss, make_arrays(3))
+    arrays = make_arrays(3)
+    arrays["x"][:, 0] = 9  # valid in the token table
+    refuse_indices_outside(next_token_loss, arrays)
 
 
-def test_constant_index_has_no_input_position():
-    def padded(module: Any, arrays: Any) -> torch.Tensor:
+def test_a_constant_index_is_refused_without_a_position():
+    def padded_loss(module: Any, arrays: Any) -> torch.Tensor:
         ids = functional.pad(arrays["x"], (1, 0), value=TOKENS)
-        total: torch.Tensor = module(ids).sum()
-        return total
+        result: torch.Tensor = module(ids).sum()
+        return result
 
     with pytest.raises(DataError, match=f"input 'x' has {TOKENS}, which table"):
-        lookups_of(padded, make_arrays())
+        refuse_indices_outside(padded_loss, make_arrays())
 
 
-def test_float_index_is_truncated():
-    def cut_off(module: nn.Module, arrays: Any) -> torch.Tensor:
+def test_float_indices_are_truncated():
+    def truncating_loss(module: nn.Module, arrays: Any) -> torch.Tensor:
         return module(arrays["x"])[:, arrays["z"].long()].sum()
 
     module, names = Classifier(), ["table.weight"]
     tensors = {"x": torch.zeros((2, 2), dtype=torch.int64), "z": torch.zeros(2)}
-    captured = capture_step(module, cut_off, names, tensors)
-    indices = TableIndices(captured.graph, captured.arrays)
+    capture = capture_step(module, truncating_loss, names, tensors)
+    indices = TableIndices(capture.graph, capture.arrays)
     indices.refuse_indices_outside({"x": np.zeros((2, 2), int), "z": np.array([-3.9, 2.9], "f4")})
     with pytest.raises(DataError, match=r"'z' has 3 at \[0\], .* in 3 rows"):
         indices.refuse_indices_outside({"x": np.zeros((2, 2), int), "z": np.array([3.1, 0], "f4")})
 
 
-def test_derived_index_is_not_the_input():
-    def clamped(module: nn.Module, arrays: Any) -> torch.Tensor:
+def test_only_the_computed_index_must_be_valid():
+    def clamped_loss(module: nn.Module, arrays: Any) -> torch.Tensor:
         return module(arrays["x"].clamp(0, 9)).gather(1, arrays["y"][:, None] % 3).sum()
 
-    lookups_of(clamped, make_arrays(99, 17))
+    refuse_indices_outside(clamped_loss, make_arrays(99, 17))
 
 
 def test_program_refuses_invalid_indices_in_training_and_evaluation(device):
@@ -169,7 +173,7 @@ def test_program_refuses_invalid_indices_in_training_and_evaluation(device):
         assert program.evaluate(valid_batch)["loss"] > 0
         with pytest.raises(DataError, match=r"has 99 at \[0, 1\], which table looks up in 10 rows"):
             program.evaluate(invalid_batch)
-        with pytest.raises(DataError, match=rf"^input 'y' has 7 at \[1\], {OF_Y}$"):
+        with pytest.raises(DataError, match=rf"^input 'y' has 7 at \[1\], {Y_LOOKUP}$"):
             program.evaluate(Batch(make_arrays(9, 7), 2.0))
         assert gradients(program, valid_batch)
     finally:

@@ -7,21 +7,21 @@ import pytest
 from protocol.base.errors import RunSpecError
 from protocol.spec.run_spec import parse_run_spec_text
 
-RUN = "task: regress\nsteps: 3\n"
+RUN_SPEC = "task: regress\nsteps: 3\n"
 
 
-def test_one_word_sets_the_mode() -> None:
-    spec = parse_run_spec_text(RUN + "arithmetic: canonical")
+def test_a_plain_string_sets_the_mode() -> None:
+    spec = parse_run_spec_text(RUN_SPEC + "arithmetic: canonical")
     assert spec.arithmetic.is_canonical
     assert str(spec.arithmetic) == "canonical, fused, subnormals kept"
-    repeat = parse_run_spec_text(RUN, ["arithmetic.mode=canonical"])
-    assert repeat.digest() == spec.digest()
+    same_spec = parse_run_spec_text(RUN_SPEC, ["arithmetic.mode=canonical"])
+    assert same_spec.digest() == spec.digest()
 
 
 def test_native_is_the_default() -> None:
-    assert not parse_run_spec_text(RUN).arithmetic.is_canonical
+    assert not parse_run_spec_text(RUN_SPEC).arithmetic.is_canonical
 
 
-def test_unknown_word_is_named() -> None:
+def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(RunSpecError, match=r"arithmetic"):
-        parse_run_spec_text(RUN + "arithmetic: exact")
+        parse_run_spec_text(RUN_SPEC + "arithmetic: exact")

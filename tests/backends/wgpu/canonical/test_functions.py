@@ -1,5 +1,5 @@
-"""Accuracy of the functions of canonical arithmetic against float64, fused and separate; the
-documentation states it."""
+"""Accuracy of canonical functions against float64, in both conventions, as docs/canonical.md states
+it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ pytest.importorskip("ziglang")
 Floats = NDArray[np.float32]
 Exact = NDArray[np.float64]
 
-_DRAW = np.random.default_rng(0)
+_RNG = np.random.default_rng(0)
 _RANGES = ((-151, 129), (-104, 90), (-20, 20), (-9, 9), (-2, 2), (-1, 1), (0, 3), (0.9, 1.1))
-_EACH = 4096
+_INPUTS_PER_RANGE = 4096
 _ERF = np.vectorize(math.erf)
 
 FUNCTIONS: dict[str, tuple[str, Callable[[Exact, Exact], Exact]]] = {
@@ -49,45 +49,51 @@ FUNCTIONS: dict[str, tuple[str, Callable[[Exact, Exact], Exact]]] = {
 
 @cache
 def function_inputs() -> tuple[Floats, Floats]:
-    """Random bits of all exponents, and the ranges where a function changes most."""
-    bits = _DRAW.integers(0, 2**32, 4 * _EACH, np.uint32).view(np.float32)
-    ranges = [_DRAW.uniform(low, high, _EACH).astype(np.float32) for low, high in _RANGES]
+    """Return x and y: random bits of all exponents, and ranges where functions change most."""
+    bits = _RNG.integers(0, 2**32, 4 * _INPUTS_PER_RANGE, np.uint32).view(np.float32)
+    ranges = [
+        _RNG.uniform(low, high, _INPUTS_PER_RANGE).astype(np.float32) for low, high in _RANGES
+    ]
     x = np.concatenate([bits, *ranges])
-    wide_range = _DRAW.uniform(-30, 30, len(x) - len(bits)).astype(np.float32)
+    wide_range = _RNG.uniform(-30, 30, len(x) - len(bits)).astype(np.float32)
     return x, np.concatenate([np.roll(bits, 7), wide_range])
 
 
 @cache
-def computed(convention: Convention) -> dict[str, Floats]:
-    """Compute every function of the same inputs in one kernel."""
+def compute_functions(convention: Convention) -> dict[str, Floats]:
+    """Compute all functions of the same inputs in one kernel on the CPU."""
     x, y = function_inputs()
-    texts = [text for text, _ in FUNCTIONS.values()]
-    lines = [f"out[i + {n * len(x)}u] = {text};" for n, text in enumerate(texts)]
+    expressions = [expression for expression, _ in FUNCTIONS.values()]
+    stores = [
+        f"out[i + {number * len(x)}u] = {expression};"
+        for number, expression in enumerate(expressions)
+    ]
     source = "\n".join([
         "@group(0) @binding(0) var<storage, read> a: array<f32>;",
         "@group(0) @binding(1) var<storage, read> b: array<f32>;",
         "@group(0) @binding(2) var<storage, read_write> out: array<f32>;",
-        *called_functions(" ".join(texts)),
+        *called_functions(" ".join(expressions)),
         "@compute @workgroup_size(64)",
         "fn main(@builtin(global_invocation_id) id: vec3u) {",
         f"let i = id.x; if (i >= {len(x)}u) {{ return; }} let x = a[i]; let y = b[i];",
-        *lines,
+        *stores,
         "}",
     ])  # fmt: skip
-    host = CpuTarget(convention)
-    buffers = [host.buffer(x.nbytes), host.buffer(x.nbytes), host.buffer(x.nbytes * len(texts))]
-    host.upload(buffers[0], x)
-    host.upload(buffers[1], y)
+    cpu = CpuTarget(convention)
+    output_bytes = x.nbytes * len(expressions)
+    buffers = [cpu.buffer(nbytes) for nbytes in (x.nbytes, y.nbytes, output_bytes)]
+    cpu.upload(buffers[0], x)
+    cpu.upload(buffers[1], y)
     dispatch = Dispatch(Shader(source, 3), (0, 1, 2), (len(x) // 64, 1, 1), "functions")
-    commands = host.prepare([dispatch], buffers)
-    (content,) = host.run(commands, [Copy(buffers[2], x.nbytes * len(texts))]).result()
-    host.close()
-    return dict(zip(FUNCTIONS, np.split(content, len(texts)), strict=True))
+    commands = cpu.prepare([dispatch], buffers)
+    (results,) = cpu.run(commands, [Copy(buffers[2], output_bytes)]).result()
+    cpu.close()
+    return dict(zip(FUNCTIONS, np.split(results, len(expressions)), strict=True))
 
 
 @cache
 def documented_ulps() -> dict[str, float]:
-    """Read the documented error of each function, in ulps."""
+    """Read the error of each function from docs/canonical.md, in ulps."""
     text = (Path(__file__).parents[4] / "docs" / "canonical.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", text, re.MULTILINE)
     return {name: float(ulp) for name, ulp in rows}
@@ -97,13 +103,14 @@ def documented_ulps() -> dict[str, float]:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_are_as_accurate_as_documented(name: str, fused: bool) -> None:  # noqa: FBT001
     x, y = function_inputs()
-    actual = computed(Convention(fused=fused))[name]
+    actual = compute_functions(Convention(fused=fused))[name]
     with np.errstate(all="ignore"):
         expected = FUNCTIONS[name][1](x.astype(np.float64), y.astype(np.float64))
         rounded = expected.astype(np.float32)
         error = np.abs(actual - expected) / np.spacing(np.abs(rounded)).astype(np.float64)
-    finite = np.isfinite(rounded)
+    is_finite = np.isfinite(rounded)
     is_exact = (actual == rounded) | (np.isnan(actual) & np.isnan(rounded))
-    assert is_exact[~finite].all(), x[~finite & ~is_exact][:3]
-    worst = float(error[finite].max())
-    assert worst <= documented_ulps()[name] <= 2, (worst, x[finite][error[finite].argmax()])
+    assert is_exact[~is_finite].all(), x[~is_finite & ~is_exact][:3]
+    largest_error = float(error[is_finite].max())
+    worst_input = x[is_finite][error[is_finite].argmax()]
+    assert largest_error <= documented_ulps()[name] <= 2, (largest_error, worst_input)

@@ -1,4 +1,4 @@
-"""Which convention a device follows, and the error for a run with another one."""
+"""Probe which conventions a device follows, and refuse a run with another convention."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from backends.wgpu.device.device import Device
 from backends.wgpu.device.matmul_tuning import MatmulTuner
 from protocol.base.errors import SamestepError
 from protocol.spec.sections.model import ArithmeticSpec
-from tests.backends.wgpu.small_models import llama, next_token_loss, text, trainable
+from tests.backends.wgpu.small_models import llama, next_token_loss, token_batch, trainable
 
 pytest.importorskip("ziglang")
 
 
 @pytest.mark.slow
-def test_software_vulkan_rounds_products_and_keeps_subnormals(device: Device) -> None:
-    follows, departs = find_conventions(device, MatmulTuner(device).shader)
-    assert follows == [Convention(fused=False)]
-    assert departs[Convention(fused=True)].operator == "a multiply-add"
+def test_software_vulkan_follows_the_separate_convention(device: Device) -> None:
+    followed, differences = find_conventions(device, MatmulTuner(device).shader)
+    assert followed == [Convention(fused=False)]
+    assert differences[Convention(fused=True)].operator == "a multiply-add"
 
 
-def test_error_names_the_convention_to_write() -> None:
+def test_refusal_names_the_convention_of_the_device() -> None:
     from backends.wgpu.backend import VulkanBackend
 
     task = trainable(llama(), next_token_loss, arithmetic=ArithmeticSpec(mode="canonical"))
     with pytest.raises(SamestepError, match=r"a multiply-add of 0x.*multiply_add=separate"):
-        VulkanBackend().compile(task, text())
+        VulkanBackend().compile(task, token_batch())
 
 
 @pytest.mark.slow
-def test_deviating_kernel_is_named(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_operator_is_named(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     from backends.wgpu.canonical import wgsl_text
     from backends.wgpu.canonical.vulkan import CanonicalDevice
 
-    worse = wgsl_text._CORRECTED_FUNCTIONS.replace("q, rest != 0u);", "q + 2u, rest != 0u);")
-    monkeypatch.setattr(wgsl_text, "_CORRECTED_FUNCTIONS", worse)
+    faulty = wgsl_text._CORRECTED_FUNCTIONS.replace("q, rest != 0u);", "q + 2u, rest != 0u);")
+    monkeypatch.setattr(wgsl_text, "_CORRECTED_FUNCTIONS", faulty)
     convention = Convention(fused=False)
     target = CanonicalDevice(device, convention)
     difference = first_difference(target, MatmulTuner(device).shader, convention)

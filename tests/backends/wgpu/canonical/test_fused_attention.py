@@ -1,4 +1,4 @@
-"""Kernels of fused attention, whose invocations cooperate: on the CPU and on a device."""
+"""Canonical fused attention has the same bits on the CPU and on a Vulkan device."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ _SEPARATE = Convention(fused=False)
 
 
 @dataclass(frozen=True, slots=True)
-class _Fused(Templates):
-    """AttentionPolicy attention of any size."""
+class _FusingTemplates(Templates):
+    """Templates that fuse attention of any size."""
 
     def fuses(self, sizes: AttentionSizes) -> bool:
         del sizes
         return True
 
 
-def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tangent: torch.Tensor
+def _attention_and_gradients(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad_output: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     with torch.enable_grad():
         q, k, v = leaves = [x.detach().requires_grad_() for x in (query, key, value)]
         result = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return result.detach(), *torch.autograd.grad((result * tangent).sum(), leaves)
+        return result.detach(), *torch.autograd.grad((result * grad_output).sum(), leaves)
 
 
-def _on(target: ComputeTarget, template: Templates) -> list[torch.Tensor]:
-    draw = torch.Generator().manual_seed(0)
-    operands = [torch.randn((1, 2, 45, 20), generator=draw) for _ in range(4)]
-    task = Trainable((), Function(_attention), lambda m, a: m(a))
+def _run_attention(target: ComputeTarget, template: Templates) -> list[torch.Tensor]:
+    """Return the output and the gradients, after a comparison with torch's."""
+    generator = torch.Generator().manual_seed(0)
+    operands = [torch.randn((1, 2, 45, 20), generator=generator) for _ in range(4)]
+    task = Trainable((), Function(_attention_and_gradients), lambda m, a: m(a))
     program = CompiledProgram(target, task, template, adds_on_device=False)
     try:
         results: list[torch.Tensor] = [*program.forward(tuple(operands), {})]
     finally:
         program.close()
-    expected = _attention(*operands)
-    for one, other in zip(results, expected, strict=True):
-        assert float((one - other).norm()) < 1e-5 * float(other.norm())
+    for actual, expected in zip(results, _attention_and_gradients(*operands), strict=True):
+        assert float((actual - expected).norm()) < 1e-5 * float(expected.norm())
     return results
 
 
@@ -64,9 +64,11 @@ def test_a_device_and_the_cpu_give_the_same_bits(device: object) -> None:
 
     assert isinstance(device, Device)
     cpu = CpuTarget(_SEPARATE, threads=2)
-    cpu_bits = _on(cpu, _Fused(cooperative=True, matmul=product_shader, canonical=True))
+    cpu_templates = _FusingTemplates(cooperative=True, matmul=product_shader, canonical=True)
+    cpu_results = _run_attention(cpu, cpu_templates)
     cpu.close()
-    card = CanonicalDevice(device, _SEPARATE)
-    card_bits = _on(card, _Fused(cooperative=True, matmul=small_tiles, canonical=True))
-    for one, other in zip(cpu_bits, card_bits, strict=True):
-        assert np.array_equal(one.numpy().view(np.uint32), other.numpy().view(np.uint32))
+    vulkan = CanonicalDevice(device, _SEPARATE)
+    vulkan_templates = _FusingTemplates(cooperative=True, matmul=small_tiles, canonical=True)
+    vulkan_results = _run_attention(vulkan, vulkan_templates)
+    for on_cpu, on_vulkan in zip(cpu_results, vulkan_results, strict=True):
+        assert np.array_equal(on_cpu.numpy().view(np.uint32), on_vulkan.numpy().view(np.uint32))
