@@ -1,5 +1,4 @@
-"""Tests of losses over a whole microbatch, and of buffers that forward changes, against plain
-torch."""
+"""Losses over a whole microbatch, and buffers that forward changes, equal those of plain torch."""
 
 from __future__ import annotations
 
@@ -79,9 +78,9 @@ def cox_loss(module: Any, batch: Any) -> torch.Tensor:
 
 def ranking_loss(module: Any, batch: Any) -> torch.Tensor:
     score = module(batch[0])[:, 0]
-    count_pairs = batch[1][:, None] > batch[1][None, :]
+    is_pair = batch[1][:, None] > batch[1][None, :]
     margin = functional.softplus(score[None, :] - score[:, None])
-    return (margin * count_pairs).sum() / count_pairs.sum().clamp(min=1)
+    return (margin * is_pair).sum() / is_pair.sum().clamp(min=1)
 
 
 def train_in_torch(
@@ -94,22 +93,23 @@ def train_in_torch(
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     module.train()
     for step in range(STEPS):
-        parts = order.microbatches(step)
-        total = sum(map(len, parts))
+        microbatches = order.microbatches(step)
+        step_samples = sum(map(len, microbatches))
         trained = {name for name, p in module.named_parameters() if p.requires_grad}
         state = {n: v.clone() for n, v in module.state_dict().items() if n not in trained}
         buffer_means = {n: torch.zeros(v.shape, dtype=torch.float64) for n, v in state.items()}
         optimizer.zero_grad()
-        for part in parts:
+        for numbers in microbatches:
             module.load_state_dict(state, strict=False)
-            value = loss(module, [tensor[list(part)] for tensor in tensors])
-            (value * len(part) / total).backward()
+            mean = loss(module, [tensor[list(numbers)] for tensor in tensors])
+            fraction = len(numbers) / step_samples
+            (mean * fraction).backward()
             for name in buffer_means:
-                buffer_means[name] += module.state_dict()[name].double() * len(part) / total
+                buffer_means[name] += module.state_dict()[name].double() * fraction
         with torch.no_grad():
-            for name, mean in buffer_means.items():
+            for name, buffer_mean in buffer_means.items():
                 target = module.state_dict()[name]
-                target.copy_(mean if target.is_floating_point() else mean.round())
+                target.copy_(buffer_mean if target.is_floating_point() else buffer_mean.round())
         optimizer.step()
     return module.state_dict()
 
@@ -147,7 +147,7 @@ QUICK = [("running statistics", 16), ("a teacher", 4), ("in-batch negatives", 4)
     ("name", "microbatch"),
     [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES],
 )
-def test_microbatch_losses_train_like_torch(name, microbatch):
+def test_trained_tensors_and_evaluation_equal_those_of_torch(name, microbatch):
     build_module, loss = MODELS[name]
     result = fit_task(build_module, loss, microbatch)
     torch.manual_seed(0)
@@ -165,14 +165,14 @@ def test_microbatch_losses_train_like_torch(name, microbatch):
         "teacher.weight",
     } & weights.keys()
     torch.manual_seed(0)
-    start = build_module().state_dict()
-    assert not any(torch.equal(weights[tensor], start[tensor]) for tensor in buffer_names)
-    evaluation_loss = evaluated_loss(result.module, loss, microbatch)
+    initial = build_module().state_dict()
+    assert not any(torch.equal(weights[name], initial[name]) for name in buffer_names)
+    evaluation_loss = evaluate_loss(result.module, loss, microbatch)
     assert result.metrics["loss"] == pytest.approx(evaluation_loss, rel=1e-5)
 
 
-def evaluated_loss(module: nn.Module, loss: Any, microbatch: int) -> float:
-    """Return the loss on all samples, each part with the buffers of the last step."""
+def evaluate_loss(module: nn.Module, loss: Any, microbatch: int) -> float:
+    """Return the mean loss on all samples; each microbatch starts with the final buffers."""
     module.eval()
     total = 0.0
     with torch.no_grad():
@@ -188,10 +188,10 @@ def count_pairs(batch: Any) -> torch.Tensor:
 
 
 def test_weight_may_count_pairs_of_a_microbatch():
-    weights = []
+    sample_counts = []
 
     def weight(batch: Any) -> torch.Tensor:
-        weights.append(len(batch[1]))
+        sample_counts.append(len(batch[1]))
         return count_pairs(batch)
 
     result = samestep.fit(
@@ -202,7 +202,7 @@ def test_weight_may_count_pairs_of_a_microbatch():
         steps=2, batch=16, microbatch=4, device="cpu",
     )  # fmt: skip
     assert result.steps == 2
-    assert min(weights) > 1
+    assert min(sample_counts) > 1, "no trial with one sample, which has no pairs"
     with pytest.raises(DataError, match=r"got 0 for each of \d+ microbatches"):
         samestep.fit(
             lambda: samestep.Task(

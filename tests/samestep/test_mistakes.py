@@ -1,4 +1,4 @@
-"""Tests that a mistake in a script is one line with the code to write, before the run starts."""
+"""A mistake in a script is refused before the run starts, in one line with the code to write."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ X = torch.linspace(-1, 1, 8)[:, None]
 DATA = TensorDataset(X, 2 * X)
 
 
-class Endless(IterableDataset[list[torch.Tensor]]):
+class EndlessData(IterableDataset[list[torch.Tensor]]):
     def __iter__(self):
         return itertools.cycle([[X[0], X[0]]])
 
@@ -32,9 +32,9 @@ def squared_error(module, batch):
     return ((module(batch[0]) - batch[1]) ** 2).sum()
 
 
-def build_with(**other):
+def build_with(**changes):
     return lambda: samestep.Task(
-        **{"module": nn.Linear(1, 1), "train": DATA, "loss": squared_error, **other}
+        **{"module": nn.Linear(1, 1), "train": DATA, "loss": squared_error, **changes}
     )
 
 
@@ -56,7 +56,7 @@ def failing_build():
     raise KeyError("weights")
 
 
-class Frozen(nn.Linear):
+class FrozenLinear(nn.Linear):
     def __init__(self):
         super().__init__(1, 1)
         self.requires_grad_(False)
@@ -67,7 +67,7 @@ def penalized_loss(module, batch):
 
 
 class StatefulModel(nn.Linear):
-    """Adds what `draw` returns: numbers of a separate generator, or a count."""
+    """A layer that adds `draw()` to its input in training: random numbers, or a count."""
 
     def __init__(self, draw):
         super().__init__(1, 1)
@@ -78,7 +78,7 @@ class StatefulModel(nn.Linear):
 
 
 class ReentrantCheckpoint(nn.Linear):
-    """Uses a reentrant checkpoint on inputs that need no gradient, so it produces no gradients."""
+    """A layer in a reentrant checkpoint: its inputs need no gradient, so its weights get none."""
 
     def forward(self, x):
         return checkpoint(super().forward, x, use_reentrant=True)
@@ -133,7 +133,7 @@ def hook_node(weight, change):
 
 
 def hook_held_node(weight, change):
-    """Keep the node alive through the module's hooks; a copy lacks its parameter's attributes."""
+    """Keep the node alive in a global list: a copy of the module has no reference to the node."""
     hook_node(weight, change)
     HELD_NODES.append(weight.__dict__.pop("node"))
 
@@ -163,7 +163,7 @@ def module_with_hook(hook):
 
 
 class InnerCheckpoint(nn.Sequential):
-    """Uses a reentrant checkpoint inside the graph."""
+    """A model whose second layer is in a reentrant checkpoint."""
 
     def __init__(self):
         super().__init__(nn.Linear(1, 1), nn.Linear(1, 1))
@@ -193,7 +193,7 @@ BATCH_NORM = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
 BATCH_NORM_WITHOUT_STATISTICS = nn.Sequential(
     nn.Linear(1, 2), nn.BatchNorm1d(2, track_running_stats=False), nn.Linear(2, 1)
 )
-with warnings.catch_warnings(action="ignore"):  # some releases deprecate it
+with warnings.catch_warnings(action="ignore"):  # some releases of torch deprecate jit
     SCRIPTED = nn.Sequential(nn.Linear(1, 2), torch.jit.script(nn.Linear(2, 1)))
 SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
 
@@ -254,9 +254,9 @@ def call_backward_before_return(errors):
         (build_with(module=SCRIPTED[1]), {}, r"torch\.jit\.script; pass the nn\.Module"),
         (build_with(module=nn.Linear(1, 1, device="meta")), {}, r"on the CPU.*leave out \.to"),
         (build_with(module=nn.Linear(1, 1).bfloat16()), {}, r"float32.*write module\.float\(\)"),
-        (build_with(module=Frozen()), {}, "model with trainable tensors, got none"),
+        (build_with(module=FrozenLinear()), {}, "model with trainable tensors, got none"),
         (build_with(module=nn.DataParallel(nn.Linear(1, 1))), {}, r"pass module\.module"),
-        (build_with(train=Endless()), {}, "a length.*read it into a list"),
+        (build_with(train=EndlessData()), {}, "a length.*read it into a list"),
         (build_with(train=DataLoader(DATA)), {}, "got a DataLoader: pass its dataset"),
         (build_with(train=(X, X)), {}, r"write torch\.utils\.data\.TensorDataset\(x, y\)"),
         (build_with(train=[]), {}, "expected samples as train, got an empty list"),
@@ -270,7 +270,7 @@ def call_backward_before_return(errors):
         (build_with(), {"optimizer": SGD}, "parameters of the module that build returns, got"),
         (lambda options: options, {"options": {"model": SGD}}, "models and tensors inside build"),
         (build_with(), {"epochs": 1}, "expected either steps= or epochs="),
-        (build_with(), {"batch": 64},
+        (build_with(), {"batch": 128, "microbatch": None},
          "expected at least .*one microbatch.*lower batch= or microbatch="),
         (build_with(), {"evaluate_every": 1}, "expected held-out data, got none"),
         (build_with(), {"microbatch": 64}, "microbatch <= samples, got 64 > 4"),
@@ -280,18 +280,15 @@ def call_backward_before_return(errors):
          "one within another: call them in sequence"),
     ],
 )  # fmt: skip
-def test_mistake_is_one_line_with_the_right_code(build, arguments, message):
+def test_mistake_is_refused_in_one_line_with_the_code_to_write(build, arguments, message):
     fit_arguments = {"steps": 1, "batch": 4, "microbatch": 2, **arguments}
-    if "batch" in arguments:
-        del fit_arguments["microbatch"]
-        fit_arguments["batch"] = 128
     with pytest.raises(samestep.SamestepError, match=message) as error:
         samestep.fit(build, **fit_arguments)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_reentrant_checkpoint_without_gradients_has_a_remedy():
+def test_error_for_a_reentrant_checkpoint_without_gradients_names_the_remedy():
     with pytest.raises(
         samestep.SamestepError, match=r"depends on a trainable tensor.*use_reentrant=False"
     ):
@@ -308,8 +305,8 @@ def test_labels_out_of_range_are_reported_in_training_and_evaluation(held_out):
         held_out=bad_labels if held_out else labeled,
         loss=lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1], reduction="sum"),
     )
-    sample_kind = f"{'held-out' if held_out else 'the first'} samples"
-    message = rf"^the loss of {sample_kind}: input '1' has 7 at \[0\], .* 3 rows: expected 0 to 2$"
+    samples_name = f"{'held-out' if held_out else 'the first'} samples"
+    message = rf"^the loss of {samples_name}: input '1' has 7 at \[0\], .* 3 rows: expected 0 to 2$"
     with pytest.raises(samestep.SamestepError, match=message):
         samestep.fit(build, steps=1, batch=4, microbatch=2)
 
@@ -321,7 +318,7 @@ def test_samples_of_unequal_shapes_are_named():
 
 
 class LateData(list[list[torch.Tensor]]):
-    """Samples whose values grow with their number, beyond those that the trials read."""
+    """Samples whose inputs are their numbers: those above 5 are not read by the trials."""
 
     def __getitem__(self, number):
         return [torch.full((1,), float(number)), torch.full((1,), 1.0)]
@@ -353,7 +350,9 @@ def zero_linear():
         ),
     ],
 )
-def test_error_during_training_is_named(changed_arguments, message, tmp_path):
+def test_error_during_training_names_the_code_the_step_and_the_samples(
+    changed_arguments, message, tmp_path
+):
     fit_arguments = {
         "steps": 20,
         "batch": 3,
@@ -375,7 +374,7 @@ def late_penalty_loss(module, batch):
     return squared_error(module, batch) + (module.bias.abs() - 0.05).clamp_min(0).sum()
 
 
-def test_penalty_that_begins_after_some_steps_ends_the_run(tmp_path):
+def test_penalty_that_begins_after_some_steps_is_detected(tmp_path):
     fit_arguments = {
         "steps": 9,
         "batch": 4,
@@ -398,7 +397,7 @@ def slope_loss(module, batch):
     return ((slope - 2) ** 2).sum()
 
 
-def test_loss_that_differentiates_is_trained_and_evaluated():
+def test_loss_with_a_derivative_of_the_model_is_trained_and_evaluated():
     metrics = {"slope off": lambda m, b: slope_loss(m, b).sqrt()}
     build = build_with(
         module=nn.Sequential(nn.Linear(1, 1)), loss=slope_loss, held_out=DATA, metrics=metrics
@@ -411,7 +410,7 @@ def test_loss_that_differentiates_is_trained_and_evaluated():
 
 
 class NoisyLinear(nn.Linear):
-    """Adds noise from torch's generator in training and in evaluation mode."""
+    """A layer that adds noise from torch's generator in both modes."""
 
     def forward(self, x):
         return super().forward(x + torch.randn_like(x))
@@ -437,14 +436,14 @@ CONVOLUTION = nn.Sequential(
 
 
 class MixedTypes(nn.Linear):
-    """Cannot be computed in float64, so it is tried in float32."""
+    """A layer that cannot compute in float64, so it is tried in float32."""
 
     def forward(self, x):
         return super().forward(x) @ torch.eye(4)
 
 
 class ScaledGradients(nn.Module):
-    """Has a hook that scales a gradient, and rows that most samples do not use."""
+    """A model with a hook that scales a gradient, and with rows that most samples do not use."""
 
     def __init__(self, register):
         super().__init__()
@@ -476,7 +475,7 @@ def test_additive_losses_are_not_refused(module):
     assert ScriptTask(user_task, spec, {}).manifest.train_samples == 8
 
 
-def test_unwritable_run_directory_is_named(tmp_path, monkeypatch):
+def test_error_for_an_unwritable_directory_names_the_argument(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(UsageError) as error:

@@ -1,5 +1,4 @@
-"""Tests that a user's file with the name of one of our packages is reported, not imported as
-ours."""
+"""A user's file with the name of one of samestep's packages is reported, not imported."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ SCRIPT = "import samestep\nprint('imported')\n"
 
 
 def run_script(script: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in a fresh interpreter; a forked one would have imported our packages
-    already."""
+    """Run a script in a new interpreter, since a forked one has imported samestep's packages."""
     path = os.pathsep.join(filter(None, [environment.pop("PYTHONPATH", ""), str(ROOT)]))
     return subprocess.run(
         [sys.executable, str(script)], env={**os.environ, **environment, "PYTHONPATH": path},
@@ -43,7 +41,7 @@ def write_file(path: Path, text: str = "") -> Path:
         ("coordinator/__init__.py", SCRIPT),
     ],
 )
-def test_script_beside_a_conflicting_file_names_it(tmp_path, conflicting_name, script):
+def test_script_beside_a_conflicting_file_names_the_file(tmp_path, conflicting_name, script):
     write_file(tmp_path / conflicting_name)
     completed = run_script(write_file(tmp_path / "train.py", script))
     assert completed.returncode == 1
@@ -60,7 +58,7 @@ def test_script_with_a_conflicting_name_names_itself(tmp_path):
     )
 
 
-def test_conflicting_file_on_the_python_path_is_reported(tmp_path):
+def test_conflicting_file_on_the_python_path_is_named(tmp_path):
     write_file(tmp_path / "mine" / "protocol.py")
     completed = run_script(
         write_file(tmp_path / "train.py", SCRIPT), PYTHONPATH=str(tmp_path / "mine")
@@ -85,6 +83,8 @@ def test_worker_refuses_a_script_beside_a_conflicting_file(tmp_path, monkeypatch
 
 
 def test_files_that_are_not_modules_are_ignored(tmp_path):
-    write_file(tmp_path / "worker" / "notes.py")  # no module, so importing it fails
+    write_file(
+        tmp_path / "worker" / "notes.py"
+    )  # the directory has no module, so nobody imports it
     assert conflicting_files(tmp_path) == []
     assert conflicting_files(ROOT) == []

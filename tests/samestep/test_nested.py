@@ -1,4 +1,4 @@
-"""Tests of batches as arrays and back: every container and tensor is restored."""
+"""Batches as arrays and back: every container and every tensor is restored."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from worker.scripts.nested_batches import NestedBatches, batch_digest
 ONE, TWO = torch.tensor([1.0, 2.0]), torch.tensor([3, 4])
 
 
-# Not created at import: they start OpenMP threads, for which processes forked later would wait.
-def sparse_and_nested():
-    # warnings of torch about prototypes and deprecations
+# Called in tests, not at import: this starts OpenMP threads, and processes forked later would wait
+# for them.
+def make_sparse_and_nested():
+    # torch warns about prototypes and deprecations
     with warnings.catch_warnings(action="ignore"):
         return [
             torch.eye(3).to_sparse(),
@@ -33,7 +34,7 @@ def sparse_and_nested():
         ]
 
 
-def quantized():
+def make_quantized():
     with warnings.catch_warnings(action="ignore"):
         return torch.quantize_per_tensor(ONE, 0.1, 0, torch.qint8)
 
@@ -68,25 +69,25 @@ def tensors_of(arrays):
     return {name: torch.tensor(values) for name, values in arrays.items()}
 
 
-def assert_alike(first, second):
+def assert_equal(first, second):
     assert type(first) is type(second)
     if isinstance(first, torch.Tensor):
         assert (first.dtype, first.layout) == (second.dtype, second.layout)
         assert first.requires_grad == second.requires_grad
         if first.is_nested:
-            assert_alike(list(first.unbind()), list(second.unbind()))
+            assert_equal(list(first.unbind()), list(second.unbind()))
         else:
             assert first.shape == second.shape
             dense = (tensor.detach().to_dense() for tensor in (first, second))
             assert torch.equal(*dense)
     elif isinstance(first, Mapping):
         assert list(first) == list(second)
-        assert_alike(list(first.values()), list(second.values()))
+        assert_equal(list(first.values()), list(second.values()))
     elif isinstance(first, list | tuple):
         for a, b in zip(first, second, strict=True):
-            assert_alike(a, b)
+            assert_equal(a, b)
     elif isinstance(first, Graph):
-        assert_alike([first.nodes, first.directed], [second.nodes, second.directed])
+        assert_equal([first.nodes, first.directed], [second.nodes, second.directed])
     else:
         assert first == second
 
@@ -111,13 +112,13 @@ def assert_alike(first, second):
         ONE.clone().requires_grad_(),
     ],
 )
-def test_batch_round_trip(batch):
-    assert_alike(round_trip(batch), batch)
+def test_rebuilt_batch_equals_the_original(batch):
+    assert_equal(round_trip(batch), batch)
 
 
-def test_sparse_and_nested_tensors_round_trip():
-    for batch in sparse_and_nested():
-        assert_alike(round_trip(batch), batch)
+def test_sparse_and_nested_tensors_are_rebuilt():
+    for batch in make_sparse_and_nested():
+        assert_equal(round_trip(batch), batch)
 
 
 def test_structures_with_equal_names_are_distinguished():
@@ -131,7 +132,7 @@ def test_structures_with_equal_names_are_distinguished():
     for arrays, batch in zip(array_sets, structures, strict=True):
         tensors = {name: torch.tensor(values) for name, values in arrays.items()}
         with batches.rebuild(tensors) as rebuilt_batch:
-            assert_alike(rebuilt_batch, batch)
+            assert_equal(rebuilt_batch, batch)
         assert set(batches.flatten(batch)) == set(arrays)
     assert len({batch_digest(batch) for batch in structures}) == len(structures)
 
@@ -142,7 +143,7 @@ def test_digest_covers_values_and_structure_only():
     assert batch_digest({"x": ONE, "n": 2}) != batch_digest({"x": ONE, "n": 2.0})
 
 
-def with_attribute():
+def make_list_with_attribute():
     batch = ListSubclass([ONE])
     batch.labels = TWO  # type: ignore[attr-defined]
     return batch
@@ -158,7 +159,10 @@ def with_attribute():
         ),
         ({"x": np.ma.masked_array([1.0], [True])}, "got 'x' of type MaskedArray"),
         ({"x": np.array([None])}, "got 'x' of type ndarray in object"),
-        (with_attribute(), "as attribute 'labels' of a ListSubclass: make it a separate entry"),
+        (
+            make_list_with_attribute(),
+            "as attribute 'labels' of a ListSubclass: make it a separate entry",
+        ),
         ({"x": nn.Linear(1, 1)}, "got 'x' of type Linear"),
         ({}, "got dict without any"),
     ],
@@ -171,10 +175,10 @@ def test_unsupported_values_are_refused_by_name(batch, message):
 
 def test_quantized_tensor_is_refused_by_name():
     with pytest.raises(DataError, match=r"\.dequantize\(\)"):
-        NestedBatches().flatten({"x": quantized()})
+        NestedBatches().flatten({"x": make_quantized()})
 
 
-def test_tensor_used_twice_is_restored_as_one():
+def test_tensor_used_twice_is_rebuilt_as_one_tensor():
     x, array = torch.arange(6.0), np.arange(6)
     bfloat16_tensor = x.bfloat16()
     original = {
@@ -182,17 +186,17 @@ def test_tensor_used_twice_is_restored_as_one():
         "again": [x, x.view(6)],
         "half": bfloat16_tensor,
         "array": array,
-        "and": (bfloat16_tensor, array),
+        "pair": (bfloat16_tensor, array),
     }
     rebuilt_batch = round_trip(original)
     assert rebuilt_batch["again"][0] is rebuilt_batch["again"][1] is rebuilt_batch["x"]
-    assert rebuilt_batch["and"][0] is rebuilt_batch["half"]
-    assert rebuilt_batch["and"][1] is rebuilt_batch["array"]
+    assert rebuilt_batch["pair"][0] is rebuilt_batch["half"]
+    assert rebuilt_batch["pair"][1] is rebuilt_batch["array"]
     assert batch_digest(original) == batch_digest({**original, "again": [x, x.clone()]})
     batches = NestedBatches()
     for batch in ([x, x], [x, x + 0.0], [x, x], [x, x.clone().requires_grad_()]):
         rebuilt_batch = round_trip(batch, batches)
-        assert_alike(rebuilt_batch, batch)
+        assert_equal(rebuilt_batch, batch)
         assert (rebuilt_batch[0] is rebuilt_batch[1]) == (batch[0] is batch[1])
 
 

@@ -55,8 +55,8 @@ def test_progress_is_in_the_cell_and_an_interrupt_drains_the_run(tmp_path):
     gate = os.open(tmp_path / "gate", os.O_RDWR)
 
     class InterruptingClient(nbclient.NotebookClient):  # type: ignore[name-defined, misc]
-        """Interrupts the third cell during training, and lets it continue once the interrupt was
-        received."""
+        """A client that interrupts the third cell during training, and opens its gate once the run
+        drains."""
 
         def process_message(self, message, cell, cell_index):
             stream_text = message.get("content", {}).get("text", "")

@@ -1,4 +1,4 @@
-"""Five scripts as users write them: torch's numbers, and one digest for any number of workers."""
+"""Five scripts as users write them: torch's values, and one digest for any number of workers."""
 
 from __future__ import annotations
 
@@ -21,29 +21,32 @@ RESNET = ROOT / "docs" / "examples" / "resnet.py"
 SCRIPTS = [RESNET, *sorted((Path(__file__).parent / "real_scripts").glob("*.py"))]
 
 
-GATE = """import samestep
+WAITING_IMPORT = """import samestep
 import dataclasses
 import pathlib
 import time
 
-BORN_S = time.time()
+START_S = time.time()
 HOLD = pathlib.Path("hold")
 
 
-def gated(build):
-    def made():
+def wait_in_loss(build):
+    def build_waiting():
         task = build()
 
         def loss(module, batch):
-            while HOLD.exists() and HOLD.stat().st_mtime > BORN_S:
+            while HOLD.exists() and HOLD.stat().st_mtime > START_S:
                 time.sleep(0.02)
             return task.loss(module, batch)
 
         return dataclasses.replace(task, loss=loss)
 
-    return made
+    return build_waiting
 """
-"""The run waits while the file `hold` exists, except in a process started after it."""
+"""Replaces `import samestep` in a script: its loss waits while the file `hold` exists.
+
+A process that starts after the file was created does not wait.
+"""
 
 
 def load_script(path: Path) -> Any:
@@ -57,7 +60,7 @@ def load_script(path: Path) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_a_script_trains_with_the_numbers_of_torch(path, tmp_path, monkeypatch):
+def test_script_has_the_losses_and_weights_of_torch(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     module = load_script(path)
     arguments = {**module.FIT}
@@ -75,10 +78,14 @@ def test_a_script_trains_with_the_numbers_of_torch(path, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.release)])
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_a_script_has_one_digest_for_any_number_of_workers(path, workers, tmp_path):
+def test_script_has_one_digest_for_any_number_of_workers(path, workers, tmp_path):
     script = tmp_path / "train.py"
-    text = path.read_text().replace("STEPS = 60", "STEPS = 10").replace("import samestep\n", GATE)
-    script.write_text(text.replace("samestep.fit(build,", "samestep.fit(gated(build),"))
+    text = (
+        path.read_text()
+        .replace("STEPS = 60", "STEPS = 10")
+        .replace("import samestep\n", WAITING_IMPORT)
+    )
+    script.write_text(text.replace("samestep.fit(build,", "samestep.fit(wait_in_loss(build),"))
     expected = digest(RunningScript(script).wait_for_success())
     running_script = RunningScript(script, {"SAMESTEP_EXPECT_WORKERS": str(workers)})
     other_workers = [running_script.start_script_worker(f"worker-{n}") for n in range(workers - 2)]
@@ -92,8 +99,8 @@ def test_a_script_has_one_digest_for_any_number_of_workers(path, workers, tmp_pa
     assert digest(running_script.wait_for_success()) == expected, f"{workers} workers"
     hold.close()
     killed_worker.wait()
-    for each in other_workers:
-        each.wait(300)
+    for worker in other_workers:
+        worker.wait(300)
     close(killed_worker, *other_workers)
 
 

@@ -1,4 +1,4 @@
-"""torch's samplers in a task: their draws, their proof in the audit, and refusals."""
+"""torch's samplers in a task: the samples of an epoch, their audit, and refusals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from worker.scripts.samplers import sampling_of
 
 X = torch.linspace(-1, 1, 20)[:, None]
 WEIGHTS = [0.0] * 4 + [1.0] * 8 + [3.5] * 8
-FEW: dict[str, Any] = {
+FIT_OPTIONS: dict[str, Any] = {
     "epochs": 2, "batch": 6, "microbatch": 3, "device": "cpu", "seed": 3,
     "optimizer": {"name": "sgd", "lr": 0.1},
 }  # fmt: skip
@@ -35,14 +35,14 @@ def squares(module, batch):
     return ((module(batch[0]) - batch[1]) ** 2).sum()
 
 
-def task(sampler):
+def make_task(sampler):
     return samestep.Task(
         module=nn.Linear(1, 1), train=TensorDataset(X, 2 * X), loss=squares, sampler=sampler
     )
 
 
-def plain_loop(orders):
-    """Loop over these samples of each epoch with torch, in batches of 6."""
+def train_with_torch(orders):
+    """Train with torch on these samples of each epoch, in batches of 6; return the module."""
     torch.manual_seed(3)
     module = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
@@ -74,20 +74,20 @@ def plain_loop(orders):
         ),
     ],
 )
-def test_an_epoch_has_the_draws_of_the_sampler(tmp_path, sampler, sampling, count_text):
-    result = samestep.fit(lambda: task(sampler), directory=tmp_path / "run", **FEW)
+def test_epoch_has_the_samples_that_the_sampler_draws(tmp_path, sampler, sampling, count_text):
+    result = samestep.fit(lambda: make_task(sampler), directory=tmp_path / "run", **FIT_OPTIONS)
     assert result.steps == 6
-    loop_losses = plain_loop([draw(3, epoch, 20, sampling) for epoch in range(2)])
-    torch.testing.assert_close(result.module.weight, loop_losses.weight, rtol=1e-5, atol=1e-6)
-    checked = audit(tmp_path / "run")
-    assert checked.ok, checked.lines()
-    coverage_texts = [finding.text for finding in checked.findings if finding.check == "coverage"]
+    expected_module = train_with_torch([draw(3, epoch, 20, sampling) for epoch in range(2)])
+    torch.testing.assert_close(result.module.weight, expected_module.weight, rtol=1e-5, atol=1e-6)
+    report = audit(tmp_path / "run")
+    assert report.ok, report.lines()
+    coverage_texts = [finding.text for finding in report.findings if finding.check == "coverage"]
     assert [text.partition(": ")[2] for text in coverage_texts] == [
         f"{count_text} used exactly once, as redrawn from the seed"
     ] * 2
 
 
-def test_a_sampler_without_effect_changes_nothing():
+def test_sampler_over_all_samples_equals_none():
     assert sampling_of(RandomSampler(X), 20) is None
     assert sampling_of(None, 20) is None
 
@@ -103,7 +103,7 @@ def test_a_sampler_without_effect_changes_nothing():
         ([3, 1, 2], "got list: pass a WeightedRandomSampler or a RandomSampler"),
     ],
 )
-def test_a_sampler_without_an_equivalent_is_refused(sampler, message):
+def test_sampler_without_an_equivalent_is_refused(sampler, message):
     with pytest.raises(SamestepError, match=message):
         sampling_of(sampler, 20)
 

@@ -1,4 +1,4 @@
-"""Scripts that call `fit`: alone, joined by others, killed, refused, two in one."""
+"""Scripts that call `fit`: alone, with joined workers, interrupted, edited, and with two calls."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from protocol.base.errors import DataError
+from protocol.base.errors import DataError, ExitCode
 from protocol.spec.run_spec import parse_run_spec
 from samestep.script import FitTask, Script
 from tests.processes import ROOT, run_to_end
-from tests.samestep.scripts import HEAD, RunningScript, close
-from tests.samestep.scripts import standard_error_of as said_by
+from tests.samestep.scripts import HEAD, RunningScript, close, standard_error_of
 from tests.samestep.specs import SPEC
 
 EXAMPLE = ROOT / "docs" / "examples" / "sine.py"
@@ -33,20 +32,20 @@ def write_script(directory: Path, text: str) -> Path:
     return path
 
 
-def test_first_example_has_one_digest_alone_and_with_a_killed_worker(tmp_path):
+def test_first_example_has_one_digest_with_one_worker_and_with_a_killed_worker(tmp_path):
     assert len(EXAMPLE.read_text().splitlines()) <= 20
     assert EXAMPLE.read_text() in (ROOT / "README.md").read_text()
     single_script = RunningScript(write_script(tmp_path, EXAMPLE.read_text()))
     expected = digests(single_script.wait_for_success())
     assert len(expected) == 1
 
-    two = RunningScript(
+    script_of_two = RunningScript(
         write_script(tmp_path, EXAMPLE.read_text().replace("batch=64", "batch=64, workers=2"))
     )
-    hold, second = two.start_paused_worker("second", 3)
+    hold, second = script_of_two.start_paused_worker("second", 3)
     hold.wait_until_paused()
     second.kill()
-    output = two.wait_for_success()
+    output = script_of_two.wait_for_success()
     assert digests(output) == expected
     assert "worker second left" in output
     hold.close()
@@ -54,27 +53,26 @@ def test_first_example_has_one_digest_alone_and_with_a_killed_worker(tmp_path):
     close(second)
 
 
-def test_joining_needs_the_script_or_its_acceptance(tmp_path):
+def test_worker_joins_with_the_same_script_or_with_accept_scripts(tmp_path):
     fit = "r = samestep.fit(task, steps=3, batch=8, workers=2)\n"
     fit += "print('loss', 0, 'digest', r.digest)\n"
     script = write_script(tmp_path, HEAD + fit)
     running_script = RunningScript(script)
 
-    other = tmp_path / "elsewhere"
-    other.mkdir()
-    differs = running_script.start_worker(
-        "differs", str(write_script(other, HEAD + fit.replace("=3", "=4")))
-    )
-    assert differs.wait(300) == 78
-    assert "'train.py'" in said_by(differs)
+    other_directory = tmp_path / "elsewhere"
+    other_directory.mkdir()
+    other_script = write_script(other_directory, HEAD + fit.replace("=3", "=4"))
+    different_worker = running_script.start_worker("different", str(other_script))
+    assert different_worker.wait(300) == ExitCode.MISMATCH
+    assert "'train.py'" in standard_error_of(different_worker)
     plain_worker = running_script.start_worker("plain")
     assert "worker train.py" in running_script.wait_for("plain cannot take part")
-    accepts = running_script.start_worker("accepts", "--accept-scripts")
+    accepting_worker = running_script.start_worker("accepting", "--accept-scripts")
     output = running_script.wait_for_success()
-    assert "accepts" in output
+    assert "accepting" in output
     assert len(digests(output)) == 1
-    assert [accepts.wait(300), plain_worker.wait(300)] == [0, 0]
-    close(differs, accepts, plain_worker)
+    assert [accepting_worker.wait(300), plain_worker.wait(300)] == [0, 0]
+    close(different_worker, accepting_worker, plain_worker)
 
 
 @pytest.mark.slow
@@ -83,16 +81,16 @@ def test_two_fits_in_one_script_are_two_runs_for_all_workers(tmp_path):
         tmp_path,
         HEAD
         + """
-averages = {"name": "schedule-free", "lr": 0.1}
-first = samestep.fit(task, steps=3, batch=8, workers=2, optimizer=averages)
+schedule_free = {"name": "schedule-free", "lr": 0.1}
+first = samestep.fit(task, steps=3, batch=8, workers=2, optimizer=schedule_free)
 second = samestep.fit(lambda: task(first.module), steps=2, batch=8, workers=2)
-for each in (first, second):
-    print("loss", len(each.history), "digest", each.digest, flush=True)
+for result in (first, second):
+    print("loss", len(result.history), "digest", result.digest, flush=True)
 """,
     )
     running_script = RunningScript(script)
     second_worker = running_script.start_script_worker("second")
-    # The second run uses the port of the first: a worker finds it there.
+    # The second run uses the port of the first, where a worker looks for it.
     output = running_script.wait_for_success()
     worker_output = second_worker.communicate(timeout=300)[0]
     assert len(digests(output)) == 2
@@ -100,14 +98,14 @@ for each in (first, second):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_joined_workers_learn_of_a_drain(tmp_path, number):
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_drain_has_the_same_result_in_the_script_and_in_a_joined_worker(tmp_path, signal_number):
     fit = "r = samestep.fit(task, steps=1_000_000, batch=8, workers=2)\n"
     fit += "print('outcome', r.outcome, r.steps, r.joined, r.digest, flush=True)\n"
     running_script = RunningScript(write_script(tmp_path, HEAD + fit))
     second_worker = running_script.start_script_worker("second")
     running_script.wait_for("step ")
-    running_script.process.send_signal(number)
+    running_script.process.send_signal(signal_number)
     outcome = re.search(
         r"^outcome drained (\d+) False (\w{64})$", running_script.wait_for_success(), re.MULTILINE
     )
@@ -125,12 +123,12 @@ def test_second_interrupt_ends_at_once_and_prints_how_to_continue(tmp_path):
     slow_head = HEAD.replace("lambda module, batch: ", "lambda module, batch: time.sleep(0.2) or ")
     fit = "samestep.fit(task, steps=1000, batch=8, microbatch=1, directory='here')\n"
     running_script = RunningScript(write_script(tmp_path, "import time\n" + slow_head + fit))
-    running_script.wait_for("step 1/")  # state 0 is stored
+    running_script.wait_for("step 1/")  # then the state of step 0 is stored
     running_script.process.send_signal(signal.SIGINT)
     running_script.wait_for("drain")
     running_script.process.send_signal(signal.SIGINT)
     assert running_script.process.wait(60) == 130
-    last = said_by(running_script.process).splitlines()[-1]
+    last = standard_error_of(running_script.process).splitlines()[-1]
     assert last.startswith("samestep: interrupted; ended at once; resume from the checkpoint: fit(")
     close(running_script.process)
 
@@ -145,12 +143,12 @@ def test_second_interrupt_ends_at_once_although_the_coordinator_is_stopped(tmp_p
     os.kill(coordinator, signal.SIGSTOP)
     for _ in range(2):
         running_script.process.send_signal(signal.SIGINT)
-        time.sleep(0.5)  # two signals of one number at once would be one
+        time.sleep(0.5)  # the kernel merges equal signals that are pending
     assert running_script.process.wait(60) == 130
     close(running_script.process)
 
 
-EDITABLE = """
+RESUMABLE = """
 from pathlib import Path
 sys.path.insert(0, str(Path.cwd()))
 import part
@@ -161,14 +159,15 @@ def stop(row):
 r = samestep.fit(task, steps=12, batch=8, on_log=stop, **options)
 print("loss", 0, "digest", r.digest)
 """
+"""The end of a script whose first start stops at step 6; the next one resumes with `how`."""
 
 
 @pytest.mark.slow
-def test_edited_script_resumes_its_run_with_the_user_s_permission(tmp_path):
+def test_edited_script_resumes_its_run_only_if_the_code_is_the_same(tmp_path):
     (tmp_path / "part.py").write_text("value = 1\n")
 
     def run(head: str, directory: str = "run") -> subprocess.CompletedProcess[str]:
-        text = head + HEAD + EDITABLE.replace('"run"', repr(directory))
+        text = head + HEAD + RESUMABLE.replace('"run"', repr(directory))
         return run_to_end("tests.plain_script", str(write_script(tmp_path, text)), cwd=tmp_path)
 
     uninterrupted = run("how = True\n", "whole").stderr
@@ -188,12 +187,12 @@ def test_edited_script_resumes_its_run_with_the_user_s_permission(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_was_moved_resumes_with_its_own_copy_of_the_script(tmp_path):
+def test_moved_run_resumes_with_its_copy_of_the_script(tmp_path):
     homes = [tmp_path / name for name in ("first", "second")]
     for home in homes:
         home.mkdir()
         (home / "part.py").write_text("value = 1\n")
-        script = write_script(home, "how = True\n" + HEAD + EDITABLE)
+        script = write_script(home, "how = True\n" + HEAD + RESUMABLE)
         assert "KeyError: 'stop'" in run_to_end("tests.plain_script", str(script), cwd=home).stderr
     expected = digests(run_to_end("tests.plain_script", str(script), cwd=home).stdout)
     assert len(expected) == 1
@@ -210,11 +209,11 @@ def test_a_run_that_was_moved_resumes_with_its_own_copy_of_the_script(tmp_path):
 
 
 @pytest.mark.slow
-def test_edit_that_changes_gradients_makes_the_run_mixed(tmp_path):
+def test_resuming_with_an_edited_script_is_exact_only_if_gradients_are_unchanged(tmp_path):
     (tmp_path / "part.py").write_text("value = 1\n")
 
     def run(head: str, *, loss: str = "** 2") -> subprocess.CompletedProcess[str]:
-        text = head + HEAD.replace("** 2", loss) + EDITABLE
+        text = head + HEAD.replace("** 2", loss) + RESUMABLE
         return run_to_end("tests.plain_script", str(write_script(tmp_path, text)), cwd=tmp_path)
 
     assert "KeyError: 'stop'" in run("how = True\n").stderr
@@ -237,8 +236,8 @@ def test_edit_that_changes_gradients_makes_the_run_mixed(tmp_path):
     (tmp_path / "run-before").rename(tmp_path / "run")
     changed = run("how = 'edited'\n", loss="** 4")
     assert "(mixed: " in changed.stdout, changed.stderr
-    text = r"samestep: from step \d+ on, the gradients are not computed as before"
-    assert re.search(text, changed.stderr)
+    message = r"samestep: from step \d+ on, the gradients are not computed as before"
+    assert re.search(message, changed.stderr)
 
 
 def test_submitted_script_that_exits_before_its_fit_is_reported(tmp_path, monkeypatch):
@@ -273,25 +272,27 @@ print("loss", 0, "digest", r.digest)
 """
 
 
-def test_a_worker_with_another_environment_is_refused(tmp_path):
+def test_worker_whose_environment_changes_the_loss_is_refused(tmp_path):
     script = write_script(tmp_path, HEAD + READS_ENVIRONMENT)
     running_script = RunningScript(script, {"SAMESTEP_WORKERS": "2"})
-    constant = running_script.start_script_worker("constant", {"SAMESTEP_STRENGTH": "3"})
-    assert constant.wait(300) == 78
+    constant_worker = running_script.start_script_worker("constant", {"SAMESTEP_STRENGTH": "3"})
+    assert constant_worker.wait(300) == ExitCode.MISMATCH
     assert (
         "expected STRENGTH = 1 as on the run's first worker, got 3: the script reads it"
-    ) in said_by(constant)
-    hidden = running_script.start_script_worker("hidden", {"SAMESTEP_POWER": "4"})
-    assert hidden.wait(300) == 78
-    assert "for the first samples as on the run's first worker, got" in said_by(hidden)
-    same = running_script.start_script_worker("same")
+    ) in standard_error_of(constant_worker)
+    loss_worker = running_script.start_script_worker("loss", {"SAMESTEP_POWER": "4"})
+    assert loss_worker.wait(300) == ExitCode.MISMATCH
+    assert "for the first samples as on the run's first worker, got" in standard_error_of(
+        loss_worker
+    )
+    equal_worker = running_script.start_script_worker("equal")
     assert len(digests(running_script.wait_for_success())) == 1
-    assert same.wait(300) == 0
-    close(constant, hidden, same)
+    assert equal_worker.wait(300) == 0
+    close(constant_worker, loss_worker, equal_worker)
 
 
 @pytest.mark.slow
-def test_a_resumed_script_reads_the_same_constants(tmp_path):
+def test_resumed_script_must_read_the_constants_of_the_run(tmp_path):
     script = str(write_script(tmp_path, HEAD + READS_ENVIRONMENT))
 
     def run(**environment: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""`fit` in a Slurm step with several tasks: which processes form one run, and how they meet."""
+"""`fit` in a Slurm step with several tasks: rank, address, devices, failures and time limits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_task_knows_its_rank():
+def test_step_is_read_from_the_environment_of_a_task():
     step = step_of()
     assert (step.task, step.tasks, step.nodes, step.local_task) == (2, 3, 2, 1)
     assert (step.is_leader, step.name, step.bind) == (False, "7.0.0", "0.0.0.0:0")
@@ -82,7 +82,7 @@ def test_other_tasks_fail_with_the_reason_of_task_0():
 
 
 def test_missing_shared_directory_is_explained(home, monkeypatch, capsys):
-    """While it waits, a task also says for which task: task 0 may have failed before its `fit`."""
+    """While a task waits it names task 0, which may have failed before its call of `fit`."""
     monkeypatch.setattr(srun, "_ADDRESS_TIMEOUT_S", 0.0)
     monkeypatch.setattr(srun, "_POLL_INTERVAL_S", 0.0)
     monkeypatch.setattr(srun, "_REPORT_INTERVAL_S", 0.0)
@@ -108,15 +108,15 @@ def test_each_task_of_a_node_takes_its_own_card(monkeypatch, cards, backend, dev
 
 @pytest.mark.usefixtures("home")
 def test_later_call_of_fit_keeps_the_failure_of_an_earlier_call():
-    """Task 0 may catch the error and continue at once; the others are still in the first call."""
-    first = step_of()
-    options = first.join_options("cpu", None)
-    with pytest.raises(DataError), first.reporting_failures():
+    """Task 0 may catch the error and call `fit` again while others are in the first call."""
+    first_call = step_of()
+    options = first_call.join_options("cpu", None)
+    with pytest.raises(DataError), first_call.reporting_failures():
         raise DataError("expected more samples")
-    second = replace(first, call=2)
-    with second.reporting_failures():
+    second_call = replace(first_call, call=2)
+    with second_call.reporting_failures():
         assert options.failure() == "task 0 of this srun step failed: expected more samples"
-        assert not second.join_options("cpu", None).failure()
+        assert not second_call.join_options("cpu", None).failure()
 
 
 def test_files_of_killed_steps_are_removed(home):
@@ -137,17 +137,19 @@ def build_worker(*events, idle_s=0.0):
 
 
 @pytest.mark.parametrize(
-    ("failure", "idle_s", "expected"),
+    ("failure", "idle_s", "message"),
     [
         ("task 0 of this srun step failed: no data", 0.0, "^task 0 .* failed: no data$"),
         ("", 300.0, "expected a run from the coordinator at 127.0.0.1:9000 within 300 s, got none"),
     ],
 )
-def test_worker_stops_waiting_for_a_run_that_never_begins(monkeypatch, failure, idle_s, expected):
+def test_worker_stops_waiting_after_a_failure_of_task_0_or_a_time_limit(
+    monkeypatch, failure, idle_s, message
+):
     monkeypatch.setattr(fitting, "_POLL_INTERVAL_S", 0.0)
     joined_worker, event_queue = build_worker(idle_s=idle_s)
     options = replace(step_of().join_options("cpu", None), failure=lambda: failure)
-    with pytest.raises((RunFailed, Unreachable), match=expected):
+    with pytest.raises((RunFailed, Unreachable), match=message):
         fitting._follow(
             joined_worker,
             event_queue,
@@ -156,7 +158,7 @@ def test_worker_stops_waiting_for_a_run_that_never_begins(monkeypatch, failure, 
         )
 
 
-def test_worker_waits_ten_seconds_for_a_run():
+def test_worker_waits_at_least_ten_seconds_for_a_run():
     options = replace(step_of().join_options("cpu", None), failure=str, retry_for_s=0.0)
     assert fitting._reason_to_stop_waiting(build_worker(idle_s=9.9)[0], options) is None
     assert fitting._reason_to_stop_waiting(build_worker(idle_s=10.0)[0], options) is not None
@@ -172,7 +174,7 @@ class DrainableCoordinator:
         self.event_queue.put(CoordinatorEnded(0))
 
 
-def test_task_0_does_not_wait_forever_for_a_failed_task(monkeypatch, tmp_path):
+def test_task_0_waits_for_the_other_tasks_with_a_time_limit(monkeypatch, tmp_path):
     monkeypatch.setattr(srun, "_JOIN_TIMEOUT_S", 0.0)
     coordinator: Any = DrainableCoordinator(WorkersChanged(frozenset("ab"), has_started=False))
     with pytest.raises(Unreachable, match=r"expected all 3 tasks .* within 0 s, got 2: .*_EXPECT_"):
@@ -182,7 +184,7 @@ def test_task_0_does_not_wait_forever_for_a_failed_task(monkeypatch, tmp_path):
         )  # fmt: skip
 
 
-def test_only_usable_tasks_are_counted_until_training_starts():
+def test_deadline_runs_before_training_while_fewer_tasks_than_expected_are_usable():
     roster, deadline = _WorkerRoster(), TaskDeadline(2)
 
     def has_deadline_after(event, **fields):

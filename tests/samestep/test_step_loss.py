@@ -17,13 +17,13 @@ from worker.scripts.coupling import coupled_loss
 torch.manual_seed(3)
 X, Y = torch.randn(2, 24, 5)
 LABELS = torch.arange(24) // 2
-FEW: dict[str, Any] = {
+FIT_OPTIONS: dict[str, Any] = {
     "batch": 24, "microbatch": 4, "device": "cpu", "optimizer": {"name": "sgd", "lr": 0.1},
 }  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
-def in_temporary_directory(tmp_path, monkeypatch):
+def _temporary_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
@@ -52,7 +52,7 @@ def batch_loss(module, embeddings):
     return cross_entropy(scores.masked_fill(is_same_label, -torch.inf), target, reduction="none")
 
 
-def task_of(**overrides):
+def make_task(**overrides):
     data = TensorDataset(X, Y, LABELS)
     return samestep.Task(
         **{"module": Towers(), "train": data, "embed": embed, "batch_loss": batch_loss, **overrides}
@@ -61,7 +61,7 @@ def task_of(**overrides):
 
 def test_script_trains_like_torch_over_the_whole_batch():
     result = samestep.fit(
-        lambda: task_of(held_out=TensorDataset(X[:8], Y[:8], LABELS[:8])), steps=3, **FEW
+        lambda: make_task(held_out=TensorDataset(X[:8], Y[:8], LABELS[:8])), steps=3, **FIT_OPTIONS
     )
     module = Towers()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -76,35 +76,35 @@ def test_script_trains_like_torch_over_the_whole_batch():
     trained = dict(result.module.named_parameters())
     for name, parameter in module.named_parameters():
         assert torch.allclose(trained[name], parameter, rtol=1e-5, atol=1e-6), name
-    with torch.no_grad():  # on a part as if it were a step
+    with torch.no_grad():  # evaluation treats each microbatch as a step
         parts = [slice(0, 4), slice(4, 8)]
         held_out = [batch_loss(module, embed(module, (X[p], Y[p], LABELS[p]))).sum() for p in parts]
     assert result.metrics["loss"] == pytest.approx(float(sum(held_out)) / 8, rel=1e-4)
 
 
-@pytest.mark.slow  # buffers and this loss are each tested alone
-def test_an_encoder_with_batch_norm_follows_its_microbatches():
+@pytest.mark.slow  # faster tests check buffers, and this loss, separately
+def test_batch_norm_counts_microbatches_of_the_gradient_phase_only():
     def build():
         module = Towers()
         module.encoder.insert(1, nn.BatchNorm1d(8))
-        return task_of(module=module, unit="microbatch")
+        return make_task(module=module, unit="microbatch")
 
-    result = samestep.fit(build, steps=2, **FEW)
+    result = samestep.fit(build, steps=2, **FIT_OPTIONS)
     norm = dict(result.module.named_buffers())
     # Twice in a microbatch, for x and for y, and not in the embedding phase.
     assert float(norm["encoder.1.num_batches_tracked"]) == 4
-    repeat = samestep.fit(build, steps=2, **FEW)
+    repeat = samestep.fit(build, steps=2, **FIT_OPTIONS)
     for name, values in norm.items():
         assert torch.equal(values, dict(repeat.module.named_buffers())[name]), name
 
 
-def centered(module, batch):
+def embed_relative_to_mean(module, batch):
     embeddings = embed(module, batch)
     return embeddings | {name: embeddings[name] - embeddings[name].mean(dim=0) for name in "xy"}
 
 
 @pytest.mark.parametrize(
-    ("change", "text"),
+    ("changes", "message"),
     [
         ({"batch_loss": None}, "expected both embed and batch_loss, got only one"),
         ({"loss": batch_loss}, "expected no loss with embed"),
@@ -113,43 +113,43 @@ def centered(module, batch):
         ({"embed": lambda m, b: embed(m, b)["x"]}, "expected a dict of tensors"),
         ({"embed": lambda m, b: embed(m, b) | {"label": b[2][:1]}}, r"tensors of \[1, 2\] rows"),
         ({"embed": lambda _, b: {"label": b[2]}}, "expected a field of float32"),
-        ({"embed": centered}, "depend only on its own sample"),
+        ({"embed": embed_relative_to_mean}, "depend only on its own sample"),
     ],
 )
-def test_invalid_step_loss_is_refused_in_terms_of_the_script(change, text):
-    with pytest.raises(SamestepError, match=text):
-        samestep.fit(lambda: task_of(**change), steps=1, **FEW)
+def test_invalid_step_loss_is_refused_in_terms_of_the_script(changes, message):
+    with pytest.raises(SamestepError, match=message):
+        samestep.fit(lambda: make_task(**changes), steps=1, **FIT_OPTIONS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_loss_is_tried_on_as_many_rows_as_a_step_has(dtype):
-    """In float32 whatever embed returns, and in-place changes are allowed."""
+    """The rows are float32, whatever type embed returns, and the loss may change them in place."""
     shapes = []
 
-    def hardest(module, embeddings):
+    def hardest_loss(module, embeddings):
         shapes.append((len(embeddings["x"]), embeddings["x"].dtype))
         embeddings["x"] *= module.log_scale
         return -(embeddings["x"] @ embeddings["y"].T).topk(20).values.sum(dim=1)
 
-    def narrow(module, batch):
+    def embed_in_dtype(module, batch):
         return {name: x.to(dtype) for name, x in embed(module, batch).items() if name != "label"}
 
-    user = task_of(embed=narrow, batch_loss=hardest)
+    user_task = make_task(embed=embed_in_dtype, batch_loss=hardest_loss)
     arrays: Any = [X[:2], Y[:2], LABELS[:2]]
-    coupled = coupled_loss(user, narrow, arrays, [64, 20])
+    coupled = coupled_loss(user_task, embed_in_dtype, arrays, [64, 20])
     assert shapes == [(64, torch.float32), (20, torch.float32)]
     assert {field.dtype for field in coupled.layout.fields} == {"float32"}
     with pytest.raises(RuntimeError, match="out of range"):
-        coupled_loss(user, narrow, arrays, [64, 19])
+        coupled_loss(user_task, embed_in_dtype, arrays, [64, 19])
 
 
-@pytest.mark.slow  # CoupledStep, quickly tested in tests/backends/eager
+@pytest.mark.slow  # tests/backends/eager/test_coupled_loss.py has a faster test of the check
 def test_stateful_step_loss_is_refused():
     counts = []
 
-    def counting(module, embeddings):
+    def multiply_by_calls(module, embeddings):
         counts.append(1)
         return batch_loss(module, embeddings) * len(counts)
 
     with pytest.raises(SamestepError, match="batch_loss to give the same"):
-        samestep.fit(lambda: task_of(batch_loss=counting), steps=2, **FEW)
+        samestep.fit(lambda: make_task(batch_loss=multiply_by_calls), steps=2, **FIT_OPTIONS)

@@ -1,4 +1,4 @@
-"""Parameters that a step does not reach stay unchanged: torch's numbers, for any workers."""
+"""Parameters that a step does not reach stay unchanged, as in torch, for any number of workers."""
 
 from __future__ import annotations
 
@@ -24,19 +24,21 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def in_temporary_directory(tmp_path, monkeypatch):
+def _temporary_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def by_torch(module: nn.Module, optimizer: torch.optim.Optimizer, clip: float | None) -> set[str]:
-    """Train on the same samples; return the parameters that some steps did not reach."""
+def train_with_torch(
+    module: nn.Module, optimizer: torch.optim.Optimizer, clip: float | None
+) -> set[str]:
+    """Train on the samples of the run; return names of parameters that some step did not reach."""
     inputs = experts.data()
     order = SampleOrder(0, len(inputs[0]), BatchSpec(samples=8, microbatch=4))
     unreached = set()
     for step in range(STEPS):
         numbers = [n for samples in order.microbatches(step) for n in samples]
         optimizer.zero_grad()
-        (experts.loss(module, [each[numbers] for each in inputs]) / 8).backward()
+        (experts.loss(module, [tensor[numbers] for tensor in inputs]) / 8).backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
         unreached |= {name for name, p in module.named_parameters() if p.grad is None}
@@ -45,15 +47,15 @@ def by_torch(module: nn.Module, optimizer: torch.optim.Optimizer, clip: float | 
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_experts_and_unused_layers_have_the_weights_of_plain_torch(name):
+def test_weights_of_experts_and_unused_layers_equal_plain_torch(name):
     spec = OPTIMIZERS[name]
     result = samestep.fit(
         experts.task, steps=STEPS, batch=8, microbatch=4, device="cpu", optimizer=spec
     )
     torch.manual_seed(0)
-    start = experts.Experts()
+    initial_module = experts.Experts()
     module = experts.Experts()
-    module.load_state_dict(start.state_dict())
+    module.load_state_dict(initial_module.state_dict())
     undecayed = [p for n, p in module.named_parameters() if "bias" in n]
     decayed = [p for n, p in module.named_parameters() if "bias" not in n]
     groups: list[Any] = [{"params": decayed}, {"params": undecayed, "weight_decay": 0.0}]
@@ -62,12 +64,12 @@ def test_experts_and_unused_layers_have_the_weights_of_plain_torch(name):
         optimizer = torch.optim.AdamW(groups, lr=0.02, betas=(0.9, 0.999), weight_decay=0.3)
     else:
         optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=0.1)
-    unreached = by_torch(module, optimizer, spec.get("clip_norm"))
+    unreached = train_with_torch(module, optimizer, spec.get("clip_norm"))
     assert {"unused.weight", "experts.2.weight", "experts.3.bias"} <= unreached
     weights, expected = result.module.state_dict(), module.state_dict()
     for tensor, values in expected.items():
         np.testing.assert_allclose(weights[tensor], values, rtol=2e-6, atol=2e-7, err_msg=tensor)
-    before = start.state_dict()
+    before = initial_module.state_dict()
     assert torch.equal(weights["unused.weight"], before["unused.weight"])
     assert not torch.equal(weights["experts.0.weight"], before["experts.0.weight"])
 
@@ -76,7 +78,7 @@ def digests(output: str) -> list[str]:
     return re.findall(r"^digest (\w{64})$", output, re.MULTILINE)
 
 
-@pytest.mark.slow  # in-memory clusters have such steps too
+@pytest.mark.slow  # simulated clusters have such steps in faster tests
 @pytest.mark.parametrize("topology", ["star", "sharded"])
 def test_one_digest_for_one_worker_and_for_two_with_one_killed(tmp_path, topology):
     fit = f"""

@@ -1,4 +1,4 @@
-"""The worker within a script's own process."""
+"""The worker in the process of a script, and the result of a script that joined a run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from worker.join.credentials import WorkerCredentials
 from worker.shell.client import Target
 
 
-def test_leaving_while_the_thread_ends_is_a_normal_leave():
-    """Its thread lives briefly after its event loop is closed."""
+def test_drain_while_the_thread_ends_raises_no_error():
+    """The thread runs for a moment after its event loop is closed."""
     errors: list[Exception | None] = []
     workers: queue.SimpleQueue[WorkerThread] = queue.SimpleQueue()
 
@@ -60,7 +60,7 @@ def joined_result(end: EndRun | None) -> Any:
     return _joined_result(call, worker)
 
 
-def end(**changes: Any) -> EndRun:
+def make_end(**changes: Any) -> EndRun:
     result_fields: dict[str, Any] = {
         "outcome": "finished", "reason": "why", "weights": weights_digest(TRAINED),
         "metrics": {"loss": 0.25, "ratio": None},
@@ -68,26 +68,26 @@ def end(**changes: Any) -> EndRun:
     return EndRun(run_id="run", **{**result_fields, **changes})
 
 
-def test_joined_script_gets_outcome_and_weights():
+def test_joined_script_gets_outcome_digest_and_metrics():
     for outcome in ("finished", "drained"):
-        result = joined_result(end(outcome=outcome))
-        assert (result.outcome, result.steps, result.digest) == (outcome, 5, end().weights)
+        result = joined_result(make_end(outcome=outcome))
+        assert (result.outcome, result.steps, result.digest) == (outcome, 5, make_end().weights)
         assert result.metrics["loss"] == 0.25
         assert math.isnan(result.metrics["ratio"])
 
 
 @pytest.mark.parametrize(
-    ("ended", "reason"),
+    ("end_message", "reason"),
     [
         (None, "this worker left before the run was over"),
-        (end(outcome="failed", weights=None), "^why$"),
+        (make_end(outcome="failed", weights=None), "^why$"),
         (
-            end(weights="a" * 64),
+            make_end(weights="a" * 64),
             "expected weights a{64}, this worker has .* as it had missed steps",
         ),
-        (end(weights=None), "expected weights none"),
+        (make_end(weights=None), "expected weights none"),
     ],
 )
-def test_weights_that_differ_from_the_run_are_no_result(ended, reason):
+def test_run_without_equal_final_weights_has_no_result(end_message, reason):
     with pytest.raises(RunFailed, match=reason):
-        joined_result(ended)
+        joined_result(end_message)

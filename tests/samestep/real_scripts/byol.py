@@ -1,4 +1,4 @@
-"""BYOL (Grill et al. 2020, arXiv:2006.07733): two views of each image, a teacher that follows."""
+"""BYOL (Grill et al. 2020, arXiv:2006.07733): two views per image, a moving-average target."""
 
 import copy
 from functools import partial
@@ -34,13 +34,15 @@ class Byol(nn.Module):
 
     def forward(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            for old, new in zip(self.target.parameters(), self.online.parameters(), strict=True):
-                old.lerp_(new, 0.05)
-            goals = self.target(second), self.target(first)
-        views = self.predictor(self.online(first)), self.predictor(self.online(second))
+            for target, online in zip(
+                self.target.parameters(), self.online.parameters(), strict=True
+            ):
+                target.lerp_(online, 0.05)
+            targets = self.target(second), self.target(first)
+        predictions = self.predictor(self.online(first)), self.predictor(self.online(second))
         similarities = [
-            functional.cosine_similarity(view, goal).mean()
-            for view, goal in zip(views, goals, strict=True)
+            functional.cosine_similarity(prediction, target).mean()
+            for prediction, target in zip(predictions, targets, strict=True)
         ]
         return 4 - 2 * torch.stack(similarities).sum()
 
@@ -55,9 +57,9 @@ class Views(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.view(index), self.view(index)
+        return self.draw_view(index), self.draw_view(index)
 
-    def view(self, index: int) -> torch.Tensor:
+    def draw_view(self, index: int) -> torch.Tensor:
         across, down = torch.randint(-1, 2, (2,)).tolist()
         image = torch.roll(self.images[index], (down, across), (0, 1))
         return (image + 0.1 * torch.randn_like(image)).flatten()

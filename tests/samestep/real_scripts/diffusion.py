@@ -1,4 +1,4 @@
-"""A diffusion model of handwritten digits: noise and time steps are drawn in the loss."""
+"""A diffusion model of handwritten digits: the loss draws noise and noise levels."""
 
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ class Denoiser(nn.Module):
         self.inner = nn.Linear(64, 64)
         self.norm = nn.GroupNorm(8, 64)
         self.outer = nn.Sequential(nn.SiLU(), nn.Dropout(0.1), nn.Linear(64, 64))
-        self.register_buffer("kept", torch.linspace(0.999, 0.9, LEVELS).cumprod(0))
+        self.register_buffer("signal_fractions", torch.linspace(0.999, 0.9, LEVELS).cumprod(0))
 
     def forward(self, noisy: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
         return self.outer(self.norm(self.inner(noisy) + self.level(level)))
@@ -39,8 +39,8 @@ def loss(module, batch):
     (images,) = batch
     level = torch.randint(LEVELS, (len(images),))
     noise = torch.randn_like(images)
-    signal_share = module.kept[level][:, None]
-    noisy = signal_share.sqrt() * images + (1 - signal_share).sqrt() * noise
+    signal_fraction = module.signal_fractions[level][:, None]
+    noisy = signal_fraction.sqrt() * images + (1 - signal_fraction).sqrt() * noise
     return ((module(noisy, level) - noise) ** 2).mean(1).sum()
 
 

@@ -1,6 +1,6 @@
-"""A contrastive sentence encoder (a small BERT): names of Python's functions find their docs.
+"""A contrastive sentence encoder (a small BERT): matches Python functions and their docs.
 
-In-batch negatives are those of the microbatch.
+The negatives of a sample are the other samples of its microbatch.
 """
 
 import inspect

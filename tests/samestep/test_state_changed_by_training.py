@@ -1,4 +1,4 @@
-"""Tests that `fit` names state outside the replica that training changes, and accepts a cache."""
+"""State outside the replica that training changes is refused by name; caches are accepted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FIT_OPTIONS: dict[str, Any] = {
 DOES_NOT_ADD_UP = (
     r"adds? up.* state that one call leaves to the next \(a moving average, a memory bank\)"
 )
-"""Message of the check that samples add up, which may find such state first."""
+"""Message of the check that losses add up over samples, which may find such state first."""
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def _temporary_directory(tmp_path, monkeypatch):
 
 
 class Student(nn.Module):
-    """A linear layer, with state that `add_state` creates and `use_state` uses in forward."""
+    """A linear layer with state: `add_state` creates it, and forward calls `use_state`."""
 
     def __init__(self, add_state, use_state):
         super().__init__()
@@ -129,7 +129,7 @@ def compare_with_queue(module, x, numbers):
         (add_queue, compare_with_queue, "keep no state in the model that forward changes"),
     ],
 )
-def test_state_changed_by_training_is_named_and_the_run_is_not_exact(add_state, use_state, message):
+def test_state_changed_by_training_is_refused_by_name(add_state, use_state, message):
     with pytest.raises(SamestepError, match=message) as error:
         samestep.fit(
             lambda: samestep.Task(Student(add_state, use_state), DATA, loss=squared_error),
@@ -138,7 +138,7 @@ def test_state_changed_by_training_is_named_and_the_run_is_not_exact(add_state, 
     assert "\n" not in str(error.value)
 
 
-def test_memory_is_named_if_an_epoch_is_one_step():
+def test_memory_bank_is_found_if_an_epoch_is_one_step():
     """The trial uses a microbatch with samples of no other microbatch."""
     task = samestep.Task(Student(add_bank, remember_the_first_by_sample), DATA, loss=squared_error)
     with pytest.raises(SamestepError, match=r"module\.bank\[\d+\]"):
@@ -146,7 +146,7 @@ def test_memory_is_named_if_an_epoch_is_one_step():
 
 
 def follow_later(module, x, numbers):
-    """Update the teacher only if the weights have moved: not before training."""
+    """Update the teacher once the weights have moved from it, so not before training."""
     del numbers
     with torch.no_grad():
         if (module.teacher.weight - module.line.weight).abs().max() > 0.02:
@@ -154,7 +154,7 @@ def follow_later(module, x, numbers):
     return 0.5 * module.teacher(x)
 
 
-def test_state_changed_in_a_step_names_worker_and_tensor(capsys):
+def test_error_for_state_changed_in_a_step_names_worker_and_tensor(capsys):
     task = samestep.Task(Student(add_teacher, follow_later), DATA, loss=squared_error)
     with pytest.raises(
         SamestepError,
@@ -175,7 +175,7 @@ bank = {}
 def loss(module, batch):
     out = module(batch[0])
     rows = zip(batch[0], out)
-    past = torch.stack([bank.setdefault(float(row), one.detach()) for row, one in rows])
+    past = torch.stack([bank.setdefault(float(row), value.detach()) for row, value in rows])
     return ((out - batch[1]) ** 2).sum() + (out * past).sum()
 
 samestep.fit(
@@ -186,7 +186,7 @@ samestep.fit(
 )
 
 
-def test_script_with_a_memory_bank_fails_and_names_it(tmp_path):
+def test_script_with_a_memory_bank_fails_and_names_the_bank(tmp_path):
     (tmp_path / "bank.py").write_text(SCRIPT)
     process = start("tests.plain_script", "bank.py", cwd=tmp_path)
     output, error_text = process.communicate(timeout=PATIENCE_S)
@@ -196,7 +196,7 @@ def test_script_with_a_memory_bank_fails_and_names_it(tmp_path):
 
 
 def log_and_cache(module, x, numbers):
-    """Keep state that is allowed: masks by length, a log of losses, the last output."""
+    """Store what is allowed: masks by length, a log of sums, the last output."""
     del numbers
     length = len(x)
     if length not in module.bank:
@@ -207,7 +207,7 @@ def log_and_cache(module, x, numbers):
     return module.bank[length]
 
 
-def test_cache_and_log_train_and_change_no_bit():
+def test_cache_and_log_do_not_change_the_digest():
     plain_task = samestep.Task(
         Student(add_bank, lambda *_: torch.ones(1)), DATA, loss=squared_error
     )

@@ -1,4 +1,4 @@
-"""Tests that state which a script keeps between calls is refused by name, but a cache is not."""
+"""Counters and generators that change with each call are refused by name; caches are accepted."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ def squared_error(module, batch):
 
 
 class CallingModel(nn.Module):
-    """Calls a function in each forward; the function changes state, but not yet the output."""
+    """A model whose forward calls `function(self)`, which changes state but not the output."""
 
     shared = 0
 
     def __init__(self, function, **state):
         super().__init__()
-        self.line, self.does = nn.Linear(3, 1), function
+        self.line, self.function = nn.Linear(3, 1), function
         for name, value in state.items():
             setattr(self, name, value)
 
     def forward(self, x):
-        self.does(self)
+        self.function(self)
         return self.line(x)
 
 
-def build_task(**other):
+def build_task(**changes):
     return samestep.Task(
-        **{"module": nn.Linear(3, 1), "train": DATA, "loss": squared_error, **other}
+        **{"module": nn.Linear(3, 1), "train": DATA, "loss": squared_error, **changes}
     )
 
 
-def calling_task(act, **state):
-    return build_task(module=CallingModel(act, **state))
+def calling_task(function, **state):
+    return build_task(module=CallingModel(function, **state))
 
 
 def increment(self):
@@ -71,7 +71,7 @@ def increment_list_item(self):
 def spectral_norm_model():
     line = nn.Linear(3, 3)
     with torch.no_grad():
-        line.weight.copy_(torch.tensor([1.0, 0.7, 0.7]).diag())  # a norm that does not show yet
+        line.weight.copy_(torch.tensor([1.0, 0.7, 0.7]).diag())  # spectral norm 1: no change yet
     return nn.Sequential(nn.utils.parametrizations.spectral_norm(line), nn.Linear(3, 1))
 
 
@@ -80,7 +80,7 @@ def increment_class_attribute(_):
 
 
 def increment_global(_):
-    global CALL_COUNT  # noqa: PLW0603 -- what is to be found
+    global CALL_COUNT  # noqa: PLW0603 -- the state that the check must find
     CALL_COUNT += 1
 
 
@@ -197,7 +197,7 @@ def decode(number):
 
 
 class CachingData:
-    """A data set that caches decoded samples and keeps the last sample."""
+    """A data set that caches the last two decoded samples, and logs all reads."""
 
     def __init__(self):
         self.decoded, self.names, self.last = {}, [], None
@@ -214,7 +214,7 @@ class CachingData:
 
 
 class CachingModel(nn.Module):
-    """A model that caches a mask, and keeps its losses and its last output."""
+    """A model that caches a mask, logs its sums, and stores its last output."""
 
     def __init__(self):
         super().__init__()
@@ -279,5 +279,5 @@ def llama():
     ],
     ids=map(str, itertools.count()),
 )
-def test_caches_and_seeded_generators_pass(build):
+def test_caches_and_generators_seeded_for_each_microbatch_are_accepted(build):
     assert ScriptTask(build(), SPEC, {}).manifest.train_samples == 8
