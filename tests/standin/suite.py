@@ -38,7 +38,7 @@ from protocol.spec.run_spec import ModelRun
 from protocol.spec.sections.model import ModelSpec
 from protocol.spec.sections.optimizer import Sgd
 from tests import standin
-from tests.backends.eager.test_eager import Net, batch, trainable
+from tests.backends.eager.test_eager import Net, batch, make_trainable
 from tests.sample_capture import write_capture
 from tests.small_decoder import write_decoder_run
 from worker.models import device_memory
@@ -76,7 +76,7 @@ def gradients(backend: str, job: Trainable, subtree: Any = SUBTREE, index: int =
 
 def fresh_model(**changes: Any) -> Trainable:
     torch.manual_seed(0)
-    return trainable(Net(), **changes)
+    return make_trainable(Net(), **changes)
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -557,7 +557,7 @@ def test_unseeded_random_numbers_of_the_device_are_noticed():
     module = Net(dropout=0.5)
 
     def gradients_of_seed(seed: int) -> list[bytes]:
-        return gradients("accelerator", trainable(copy.deepcopy(module)), [(batch(), seed)])
+        return gradients("accelerator", make_trainable(copy.deepcopy(module)), [(batch(), seed)])
 
     assert gradients_of_seed(1) == gradients_of_seed(1) != gradients_of_seed(2)
     with mock.patch.object(torch_devices, "seed"):
@@ -647,7 +647,7 @@ def test_index_out_of_range_is_named_and_never_reaches_the_device(array, value, 
     arrays["labels"][0, 0] = -100
     valid_batch = Batch({name: values.copy() for name, values in arrays.items()}, 7.0)
     program = EagerBackend("accelerator").compile(
-        trainable(LookupModel(), loss=lookup_loss), valid_batch
+        make_trainable(LookupModel(), loss=lookup_loss), valid_batch
     )
     arrays[array][1, 2] = value
     with pytest.raises(LossFailed, match=text) as error:
@@ -663,7 +663,7 @@ def test_computed_index_out_of_range_names_the_microbatch():
         return loss
 
     program = EagerBackend("accelerator").compile(
-        trainable(LookupModel(), loss=loss_out_of_range),
+        make_trainable(LookupModel(), loss=loss_out_of_range),
         Batch({"ids": np.zeros((2, 4), np.int64)}, 8.0),
     )
     try:
@@ -719,7 +719,7 @@ def cumulative_loss(module: torch.nn.Module, arrays: Any) -> torch.Tensor:
 )
 def test_nondeterministic_operator_is_named_before_the_run(loss, operator):
     with pytest.raises(DeviceError, match=rf"accelerator 0.*{operator}.*no fixed order"):
-        EagerBackend("accelerator").compile(trainable(PoolingModel(), loss=loss), batch())
+        EagerBackend("accelerator").compile(make_trainable(PoolingModel(), loss=loss), batch())
 
 
 def test_message_names_a_deterministic_replacement():
@@ -730,7 +730,7 @@ def test_message_names_a_deterministic_replacement():
         DeviceError, match=r"by x @ torch\.ones\(n, n, device=x\.device\)\.triu\(\)"
     ):
         EagerBackend("accelerator").compile(
-            trainable(PoolingModel(), loss=cumulative_loss), batch()
+            make_trainable(PoolingModel(), loss=cumulative_loss), batch()
         )
 
 
@@ -760,7 +760,7 @@ def test_bad_index_of_the_first_microbatch_never_reaches_the_device():
     arrays = {"ids": np.full((2, 4), 7), "labels": np.ones((2, 4), np.int64)}
     with pytest.raises(IndexError, match="'ids' has 7"):
         EagerBackend("accelerator").compile(
-            trainable(LookupModel(), loss=lookup_loss), Batch(arrays, 8.0)
+            make_trainable(LookupModel(), loss=lookup_loss), Batch(arrays, 8.0)
         )
     EagerBackend("accelerator").compile(fresh_model(), batch()).close()
 

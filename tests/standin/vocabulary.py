@@ -19,7 +19,7 @@ from samestep.hf.losses import SAMPLES, SummedLoss
 from tests import standin
 from tests.backends.losses.test_vocabulary_loss import LARGE_CASES, LARGE_VOCABULARY
 from tests.samestep.test_hf_large_vocabulary import batch as trainer_batch
-from tests.samestep.test_hf_large_vocabulary import items, trainer_of
+from tests.samestep.test_hf_large_vocabulary import items, make_trainer
 from tests.small_heads import padded_texts
 from worker.models.blocks import cut_into_blocks
 
@@ -61,8 +61,8 @@ def job_of(model: Any, loss: Any) -> Trainable:
 def test_quarter_of_the_tokens_at_once_takes_a_third_of_the_memory(kind, monkeypatch):
     build_model, loss, make_batch = LARGE_CASES[kind]
     growths = []
-    for at_once in (TOKENS, CHUNK_TOKENS):
-        monkeypatch.setattr(vocabulary_loss, "tokens_per_part", lambda _, count=at_once: count)
+    for chunk_tokens in (TOKENS, CHUNK_TOKENS):
+        monkeypatch.setattr(vocabulary_loss, "tokens_per_part", lambda _, count=chunk_tokens: count)
         growths.append(
             peak_growth(job_of(build_model(LARGE_VOCABULARY), loss), make_batch(LARGE_VOCABULARY))
         )
@@ -76,10 +76,10 @@ def test_quarter_of_the_tokens_takes_a_third_of_the_memory_in_a_trainer(
     build_model, growths = LARGE_CASES[name][0], []
     microbatch = padded_texts(LARGE_VOCABULARY)
     arrays = {**microbatch.arrays, SAMPLES: torch.tensor(2.0).numpy()}
-    for at_once in (TOKENS, CHUNK_TOKENS):
-        monkeypatch.setattr(vocabulary_loss, "tokens_per_part", lambda _, count=at_once: count)
+    for chunk_tokens in (TOKENS, CHUNK_TOKENS):
+        monkeypatch.setattr(vocabulary_loss, "tokens_per_part", lambda _, count=chunk_tokens: count)
         model = build_model(LARGE_VOCABULARY)
-        trainer: Any = trainer_of(samestep.hf.Trainer, model, tmp_path)
+        trainer: Any = make_trainer(samestep.hf.Trainer, model, tmp_path)
         losses = SummedLoss(trainer, [trainer_batch(trainer, items(LARGE_VOCABULARY)[:1])])
         growths.append(peak_growth(job_of(model, losses.loss), type(microbatch)(arrays, 2.0)))
     assert_a_third(growths)
