@@ -66,7 +66,9 @@ def refuse_missing_device(name: str, device: int | str | None = None) -> None:
         BackendUnavailable: The device cannot be used here, with the reason.
     """
     kind, _ = parse_backend(name)
-    if kind not in {"auto", "cpu", "scripted"}:
+    if kind == "auto" and device is not None:
+        _find_automatically(device)
+    elif kind not in {"auto", "cpu", "scripted"}:
         _requested_device(kind, device)
 
 
@@ -139,6 +141,18 @@ def _requested_device(kind: str, device: int | str | None) -> DeviceInfo:
 
 
 def _choose_automatically(device: int | str | None) -> BackendChoice:
+    info, reason, passed_over = _find_automatically(device)
+    return BackendChoice(_build_backend(info.backend, info.index), reason, passed_over)
+
+
+def _find_automatically(
+    device: int | str | None,
+) -> tuple[DeviceInfo, str, tuple[DeviceInfo, ...]]:
+    """Return the first usable device, the reason for it, and the devices passed over.
+
+    Raises:
+        BackendUnavailable: No device is usable, or none is the requested one.
+    """
     passed_over: list[DeviceInfo] = []
     kinds = AUTO_ORDER if device is None else [kind for kind in AUTO_ORDER if kind != "cpu"]
     for kind in kinds:
@@ -155,7 +169,7 @@ def _choose_automatically(device: int | str | None) -> BackendChoice:
                 if reasons_text
                 else f"auto took {kind}, the first choice"
             )
-            return BackendChoice(_build_backend(kind, info.index), reason, tuple(passed_over))
+            return info, reason, tuple(passed_over)
         passed_over.append(info)
         if isinstance(device, int) and _device(kind, None).usable:
             break  # a number refers to the first backend that has a usable device

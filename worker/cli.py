@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 from protocol import __version__
 from protocol.base.address import parse_address
 from protocol.base.device_name import parse_devices
-from protocol.base.errors import UsageError
+from protocol.base.errors import RunFailed, UsageError, describe_raised
 from protocol.base.fields import Duty
 from protocol.cli.command_line import (
     check_options_follow,
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from worker.main import WorkerOptions
 
 DEFAULT_PORT = 9000
+_END_OF_INPUT = "EOF when reading a line"
+"""Python's text for `input()` at the end of standard input."""
 
 
 def _parse_duty(text: str) -> Duty:
@@ -274,7 +276,15 @@ def script(
         print_line=print_line,
         search_again=make_repeated_search(options),
     )
-    run_script(path, arguments or (), join)
+    try:
+        run_script(path, arguments or (), join)
+    except EOFError as error:  # of which click prints only "Aborted!"
+        if str(error) != _END_OF_INPUT:
+            raise RunFailed(f"the script {path.name!r} raised {describe_raised(error)}") from error
+        raise UsageError(
+            f"expected a script that does not read standard input, got {path.name!r}, which read "
+            "its end; pass values as arguments after the script"
+        ) from None
 
 
 def _warn_of_misplaced_options(context: typer.Context, arguments: Sequence[str]) -> None:

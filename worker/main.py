@@ -75,15 +75,31 @@ def main(options: WorkerOptions) -> ExitCode:
     """Serve until the coordinator says goodbye or a signal ends the worker.
 
     Raises:
-        SamestepError: No coordinator answers, or it refuses this worker.
+        SamestepError: A named device is missing, no coordinator answers, or it refuses this worker.
     """
     never_wait_for_readers()
     keep_freed_memory()
     require_open_files(limits.WORKER_FILES)
     if started_by_torchrun():
         return _main_of_rank(options)
+    _refuse_missing_names(options)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(_serve(options))
+
+
+def _refuse_missing_names(options: WorkerOptions) -> None:
+    """Refuse a name in --gpus that no device has, before the search for a coordinator.
+
+    Only names are checked: the check imports torch, which a worker of several devices lacks.
+
+    Raises:
+        BackendUnavailable: No device has the name.
+    """
+    for device in options.devices:
+        if isinstance(device, str):
+            from backends.registry import refuse_missing_device  # noqa: PLC0415 -- imports torch: seconds
+
+            refuse_missing_device(options.backend, device)
 
 
 def _main_of_rank(options: WorkerOptions) -> ExitCode:

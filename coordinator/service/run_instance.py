@@ -33,7 +33,7 @@ from protocol import __version__
 from protocol.base.errors import Mismatch, SamestepError, StorageDamaged, UsageError
 from protocol.base.option_names import option
 from protocol.exact.schedule import initial_loss_scale, next_loss_scale, scales_loss
-from protocol.spec.run_spec import RunSpec
+from protocol.spec.run_spec import DigitsRun, RunSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +88,11 @@ def begin_run(
     """Begin a new run in a locked directory.
 
     Raises:
-        UsageError: The directory contains a run, or the spec's directories for copies cannot be
-            used.
+        UsageError: The spec has evaluations without held-out data, the directory contains a run, or
+            the spec's directories for copies cannot be used.
         StorageFailed: A write failed.
     """
+    _refuse_evaluations_without_data(spec)
     for copies_directory in spec.checkpoint.copies:
         check_directory(copies_directory)
     directory = RunDirectory(lock.directory)
@@ -100,6 +101,27 @@ def begin_run(
         write_index(directory.files_file, blobs)
     stored_run = StoredRun(run_id, spec, spec.model_dump(mode="json"))
     return RunInstance(stored_run, directory, lock, blobs=blobs)
+
+
+def _refuse_evaluations_without_data(spec: RunSpec) -> None:
+    """Refuse `evaluate_every` if the spec holds out no data.
+
+    Only a new run is refused: the spec of an earlier run may combine both.
+
+    Raises:
+        UsageError: The spec has `evaluate_every`, but neither held-out nor validation data.
+    """
+    key = "digits" if isinstance(spec, DigitsRun) else "data"
+    section = getattr(spec, key)
+    if spec.is_user_task or section is None or not spec.evaluate_every:
+        return
+    if section.holdout or getattr(section, "validation", None) is not None:
+        return
+    remedy = f"raise {key}.holdout" + (", set data.validation," if key == "data" else "")
+    raise UsageError(
+        f"evaluate_every {spec.evaluate_every}: expected held-out data, got none "
+        f"({key}.holdout 0); {remedy} or --set evaluate_every=0"
+    )
 
 
 def load_run(

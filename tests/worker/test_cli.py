@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from protocol import __version__
+from protocol.base.errors import ExitCode
 from tests import processes
 from tests.cluster import PATIENCE_S, ROOT
 from tests.commands import run_command
@@ -105,6 +106,32 @@ def test_worker_option_after_the_script_is_reported(tmp_path):
     assert first.endswith(
         "put options of the worker before the script: worker --coordinator ... SCRIPT.py"
     )
+
+
+def test_name_without_a_device_is_refused_before_the_search_for_a_coordinator():
+    code, _, stderr = run_worker("--gpus", "0,no-such-card", "--coordinator", "127.0.0.1:1")
+    assert code == ExitCode.UNREACHABLE
+    assert "no-such-card was asked for, and is not there" in stderr
+    assert "127.0.0.1:1" not in stderr
+
+
+@pytest.mark.parametrize(
+    ("statement", "message"),
+    [
+        ("input()", "expected a script that does not read standard input, got 'reader.py'"),
+        ("raise EOFError('truncated')", "the script 'reader.py' raised EOFError: truncated"),
+    ],
+)
+def test_script_at_the_end_of_its_input_ends_with_one_line(tmp_path, statement, message):
+    script = tmp_path / "reader.py"
+    script.write_text(statement)
+    completed = subprocess.run(
+        [sys.executable, "-m", "worker", str(script)], cwd=ROOT, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert message in completed.stderr
+    assert "Aborted" not in completed.stderr
+    assert len(completed.stderr.splitlines()) == 1
 
 
 def test_address_from_torchrun_variables():

@@ -9,7 +9,8 @@ import pytest
 
 from coordinator.disk.directory_lock import DirectoryLock
 from protocol.base import limits
-from protocol.base.errors import QueueFull
+from protocol.base.errors import QueueFull, UsageError
+from protocol.spec.run_spec import parse_run_spec_text
 from tests.event_loop import on_uvloop
 from tests.live_service import live_service, scripted_spec
 
@@ -57,6 +58,19 @@ async def test_queued_run_starts_once_its_directory_is_back(tmp_path, monkeypatc
         assert queued_run in event["reason"]
         (tmp_path / "elsewhere").rename(tmp_path / queued_run)
         assert await live.result(queued_run)
+
+
+@on_uvloop
+async def test_new_run_with_evaluations_needs_held_out_data(tmp_path):
+    without_data = parse_run_spec_text(
+        "{task: digits, digits: {holdout: 0}, steps: 2, evaluate_every: 1}"
+    )
+    async with live_service(tmp_path, 1) as live:
+        message = "evaluate_every 1: expected held-out data, got none"
+        with pytest.raises(UsageError, match=message):
+            live.service.submit(without_data)
+        live.service.submit(without_data.model_copy(update={"evaluate_every": 0}))
+        assert len([*tmp_path.glob("*/run.json")]) == 1
 
 
 @on_uvloop

@@ -197,6 +197,25 @@ def test_progress_of_fetching_is_reported():
     ]  # fmt: skip
 
 
+def test_progress_of_a_damaged_file_is_reported_again():
+    large_file = file("large", 10 * CHUNK)
+    fetch = started_fetch(listing_of(large_file))
+    fetch.event(fet.Located((large_file,)))
+    pending = requests(fetch.event(fet.PartOpened(large_file.digest, 8 * CHUNK)))
+    lines = []
+    for _ in range(2):  # the rest of the file
+        actions = fetch.chunk(answer(*pending.pop(0)), body(CHUNK))
+        lines += progress_lines(actions)
+        pending += requests(actions)
+    fetch.event(fet.ChunkStored(large_file.digest, is_complete=False))
+    fetch.event(fet.BlobDamaged(large_file.digest, was_resumed=True))
+    pending = requests(fetch.event(fet.PartOpened(large_file.digest, 0)))
+    for _ in range(3):
+        lines += progress_lines(fetch.chunk(answer(*pending.pop(0)), body(CHUNK)))
+        fetch.event(fet.ChunkStored(large_file.digest, is_complete=False))
+    assert lines == ["fetched 38 MB of 42 MB", "fetched 42 MB of 42 MB", "fetched 13 MB of 42 MB"]
+
+
 def single_file_fetch(size: int = 10) -> tuple[FileFetch, BlobFile]:
     one = file("a.txt", size)
     fetch = started_fetch(listing_of(one))
