@@ -46,7 +46,7 @@ from protocol.exact.kernels.library import why_not_native
 from protocol.exact.subnormals import check_subnormals
 from protocol.machine.allocator import keep_freed_memory
 from protocol.machine.event_loop import new_event_loop
-from protocol.spec.files.before_a_run import BEFORE_A_RUN
+from protocol.spec.manifest import INITIAL_ENTRIES
 from protocol.wire.address_file import PublishedAddress
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ def _check_free(directory: Path) -> None:
         return
     others = [
         path.name for path in sorted(directory.iterdir())
-        if path.name not in BEFORE_A_RUN
+        if path.name not in INITIAL_ENTRIES
         and not path.name.startswith(".")
         and not path.name.endswith(TEMPORARY_SUFFIX)
     ]  # fmt: skip

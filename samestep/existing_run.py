@@ -14,8 +14,7 @@ from protocol.base.errors import DataError, MessageError, Mismatch
 from protocol.base.regular_file import read_json
 from protocol.exact.schedule import learning_rate
 from protocol.spec.cross_check import CrossCheck
-from protocol.spec.files.before_a_run import SCRIPT_DIRECTORY
-from protocol.spec.manifest import Manifest
+from protocol.spec.manifest import SCRIPT_DIRECTORY, Manifest
 from protocol.spec.run_spec import RunSpec, parse_run_spec_bytes
 from protocol.spec.spec_changes import changes_between, may_change, refused_change
 from samestep.arguments import EDITED

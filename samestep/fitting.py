@@ -47,8 +47,7 @@ from protocol.cli.output import open_standard_streams
 from protocol.exact.digest import weights_digest
 from protocol.machine.allocator import keep_freed_memory, stop_keeping_freed_memory
 from protocol.machine.secret_file import join_token_file, state_home
-from protocol.spec.files.before_a_run import BEFORE_A_RUN, SCRIPT_DIRECTORY
-from protocol.spec.manifest import Manifest
+from protocol.spec.manifest import INITIAL_ENTRIES, SCRIPT_DIRECTORY, Manifest
 from protocol.spec.run_spec import SECTIONS, RunSpec, parse_run_spec
 from samestep import script
 from samestep.arguments import EDITED, Arguments
@@ -380,7 +379,10 @@ def _with_script_copy(spec: RunSpec, user_script: script.Script, directory: Path
         return spec
     copy = directory.resolve() / SCRIPT_DIRECTORY / user_script.path.name
     try:
-        if not directory.is_dir() or {entry.name for entry in directory.iterdir()} <= BEFORE_A_RUN:
+        if (
+            not directory.is_dir()
+            or {entry.name for entry in directory.iterdir()} <= INITIAL_ENTRIES
+        ):
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_bytes(user_script.path.read_bytes())
         if script.Script.at(copy).digest != user_script.digest:

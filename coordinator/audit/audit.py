@@ -33,7 +33,7 @@ from coordinator.storage.states.checkpoint import (
 from coordinator.storage.states.replica_states import replica_state_steps, state_fault
 from protocol.base.errors import SamestepError, StorageFailed, UsageError
 from protocol.exact.digest import weights_digest
-from protocol.spec.manifest import RESERVED, Manifest
+from protocol.spec.manifest import RESERVED_NAMES, Manifest
 from protocol.spec.run_spec import parse_run_spec_bytes
 from protocol.spec.spec_changes import changes_between, refused_change
 
@@ -224,7 +224,7 @@ def _check_files(evidence: _Evidence) -> None:
         text = "set-aside holds what rollbacks removed from the run: not checked"
         evidence.note("files", ok=True, text=text)
     export = evidence.manifest.export.directory if evidence.manifest is not None else ""
-    others = [p.name for p in directory.path.iterdir() if p.name not in RESERVED | {export}]
+    others = [p.name for p in directory.path.iterdir() if p.name not in RESERVED_NAMES | {export}]
     if others:
         text = f"not files of the run, and not checked: {', '.join(sorted(others))}"
         evidence.note("files", ok=True, text=text)

@@ -28,7 +28,7 @@ from coordinator.disk.durable_file import (
 )
 from protocol.base import limits
 from protocol.base.errors import StorageDamaged, UsageError
-from protocol.datasets.capture_index import INDEX, SUFFIX, CapturedFile, CaptureIndex
+from protocol.datasets.capture_index import CapturedFile, CaptureIndex
 from protocol.datasets.logits_file import (
     CaptureMetadata,
     LogitsFile,
@@ -37,8 +37,10 @@ from protocol.datasets.logits_file import (
     write_logits,
 )
 from protocol.spec.files.file_digest import open_file_digest, open_plain
+from protocol.spec.files.run_files import CAPTURE_INDEX
 from protocol.spec.manifest import CaptureLayout, Manifest
 from protocol.spec.run_spec import RunSpec
+from protocol.spec.sections.data import LOGITS_SUFFIX
 
 DIRECTORY: Final = "capture"
 _ROWS: Final = ".rows"
@@ -119,7 +121,7 @@ class CapturedFiles:
             for name, text in self._export.files.items():
                 digests[name] = replace_file(self._directory / name, text.encode())
             index = CaptureIndex(facts=self._facts, files=files)
-            digests[INDEX] = replace_file(self._directory / INDEX, index.to_bytes())
+            digests[CAPTURE_INDEX] = replace_file(self._directory / CAPTURE_INDEX, index.to_bytes())
         return {f"{self._export.directory}/{name}": value for name, value in digests.items()}
 
     def close(self) -> None:
@@ -194,7 +196,7 @@ class CapturedFiles:
         return CapturedFile(name=path.name, size=size, digest=digest, row_groups=groups)
 
     def _path(self, number: int) -> Path:
-        return self._directory / f"{number:05}{SUFFIX}"
+        return self._directory / f"{number:05}{LOGITS_SUFFIX}"
 
 
 def first_lost_step(directory: Path, manifest: Manifest, spec: RunSpec, committed: int) -> int:
@@ -213,7 +215,9 @@ def first_lost_step(directory: Path, manifest: Manifest, spec: RunSpec, committe
     steps_per_file = steps_of_a_file(spec, manifest.capture)
     for first in range(0, committed, steps_per_file):
         expected_steps = set(range(first, min(first + steps_per_file, committed)))
-        path = directory / manifest.export.directory / f"{first // steps_per_file:05}{SUFFIX}"
+        path = (
+            directory / manifest.export.directory / f"{first // steps_per_file:05}{LOGITS_SUFFIX}"
+        )
         if path.exists():
             continue
         missing_steps = expected_steps - set(
@@ -245,7 +249,7 @@ def files_from(directory: Path, manifest: Manifest, spec: RunSpec, step: int) ->
             f"of logits; nothing was changed, and the files in {str(logits)!r} stay valid: capture "
             "again into a new directory"
         )
-    remaining_names = {f"{earlier_number:05}{SUFFIX}" for earlier_number in range(number)}
+    remaining_names = {f"{earlier_number:05}{LOGITS_SUFFIX}" for earlier_number in range(number)}
     paths = sorted(logits.iterdir()) if logits.is_dir() else []
     return [path for path in paths if path.name not in remaining_names]
 

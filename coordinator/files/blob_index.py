@@ -21,10 +21,10 @@ from protocol.base.errors import DataError, MessageError, StorageDamaged
 from protocol.base.regular_file import parse_json, read_regular
 from protocol.datasets.capture_check import check_digests
 from protocol.datasets.data_check import check_data
-from protocol.spec.files.before_a_run import SCRIPT_DIRECTORY
 from protocol.spec.files.blob_list import BlobFile, BlobList, BlobSource, document_digest
 from protocol.spec.files.file_digest import lasting_identity, open_file_digest, open_plain
 from protocol.spec.files.run_files import ROLES, SourceFiles, refuse_links_out, source_files
+from protocol.spec.manifest import SCRIPT_DIRECTORY
 from protocol.spec.run_spec import RunSpec, source_of
 
 

@@ -62,7 +62,7 @@ from coordinator.service.execution import Execution
 from coordinator.service.flapping import StrayConnection, WorkerFlapping
 from coordinator.service.service import Service
 from protocol.cli.systemd import Priority, SystemJournal
-from protocol.datasets.capture_index import INDEX
+from protocol.spec.files.run_files import CAPTURE_INDEX
 
 _LINE_INTERVAL_S: Final = 2.0
 """Seconds between two progress lines, if the output is not a terminal."""
@@ -409,7 +409,7 @@ def _digest_line(execution: Execution) -> str:
     if manifest is None or manifest.capture is None:
         return f"weights digest: {execution.result.get('weights_digest', '-')}"
     files = exported if isinstance(exported, dict) else {}
-    return f"capture digest: {files.get(f'{manifest.export.directory}/{INDEX}', '-')}"
+    return f"capture digest: {files.get(f'{manifest.export.directory}/{CAPTURE_INDEX}', '-')}"
 
 
 def _headline(run: Run, values: Mapping[str, float]) -> dict[str, float]:

@@ -24,7 +24,7 @@ from protocol import __version__
 from protocol.base import limits
 from protocol.exact.replica import Replica
 from protocol.spec.manifest import BEST, Manifest
-from protocol.spec.model_card import CARD, CardFacts, Measured, card_text
+from protocol.spec.model_card import CARD, CardFacts, EvaluationRecord, card_text
 from protocol.spec.run_spec import RunSpec
 
 _METRIC_BYTES: Final = 11
@@ -139,8 +139,8 @@ def write_card(
     replace_file(directory.path / manifest.export.directory / CARD, card_text(facts).encode())
 
 
-def _newest_metrics(journal: Path) -> Iterator[Measured]:
+def _newest_metrics(journal: Path) -> Iterator[EvaluationRecord]:
     """Yield the newest metrics of each step; a step that was redone may have several."""
     metrics = {record.step: record.metrics for record in records_of_type(journal, Evaluated)}
     for step in sorted(metrics):
-        yield Measured(step=step, figures=metrics[step])
+        yield EvaluationRecord(step=step, figures=metrics[step])

@@ -26,7 +26,7 @@ from coordinator.storage.rollback import set_result_aside
 from protocol.base.errors import UsageError
 from protocol.base.option_names import option
 from protocol.spec.run_spec import RunSpec, parse_run_spec_bytes
-from protocol.spec.spec_changes import changed_spec, changes_between
+from protocol.spec.spec_changes import apply_changes, changes_between
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class SpecChange:
         """
         if not changes:
             return None
-        spec, changes_text = changed_spec(stored_run.spec, changes)
+        spec, changes_text = apply_changes(stored_run.spec, changes)
         if not changes_text:
             return None
         recovery = recover(directory)

@@ -1,5 +1,5 @@
-"""Text and samples as they are read from files: checked, without duplicates, without torch.
+"""Read text and samples from files, check them and remove duplicates; without torch.
 
-The coordinator reads them to find mistakes before any worker is asked, a worker to train on them.
+The coordinator reads the data to find mistakes before any worker does, a worker to train on it.
 Imports `protocol.base` and `protocol.spec`. Start with `labeled_text`.
 """

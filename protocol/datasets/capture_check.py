@@ -1,7 +1,7 @@
-"""Check a capture, a teacher's stored logits, when a run of a student is submitted.
+"""Check a capture (a teacher's stored logits) when a run of a student is submitted.
 
-Vocabularies are read from `tokenizer.json` alone, so that a coordinator can compare those of the
-teacher and the student without tokenizer libraries.
+Vocabularies are read from `tokenizer.json` alone, so that a coordinator can compare those of
+teacher and student without tokenizer libraries.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from protocol.spec.manifest import CaptureLayout
 from protocol.spec.run_spec import DistilRun
 from protocol.spec.sections.tasks import DistilSpec
 
-_SHOWN_CHARACTERS: Final = 60
+_MAX_SHOWN_CHARACTERS: Final = 60
 
 
 def check_capture(spec: DistilRun) -> CaptureIndex:
@@ -57,17 +57,17 @@ def check_same_facts(train: CaptureIndex, evaluation: CaptureIndex, directory: s
         if evaluation_value != train_value:
             raise DataError(
                 f"expected the same {name} in the captures of data.train and data.validation, got "
-                f"{_shorten(train_value)} and, in {directory!r}, {_shorten(evaluation_value)}; "
+                f"{_cut_value(train_value)} and, in {directory!r}, {_cut_value(evaluation_value)}; "
                 "capture both in the same way"
             )
 
 
-def _shorten(value: object) -> str:
+def _cut_value(value: object) -> str:
     text = " ".join(str(value).split())
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+    return text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}..."
 
 
-def _expanded(source: str) -> Path:
+def _expand_home(source: str) -> Path:
     return Path(os.path.expanduser(source))  # noqa: PTH111  (leaves an unknown ~name as it is)
 
 
@@ -77,7 +77,7 @@ def _read_complete_index(source: str) -> CaptureIndex:
     Raises:
         DataError: A file is missing, or has another size.
     """
-    directory = _expanded(source)
+    directory = _expand_home(source)
     index = read_index(directory)
     for file in index.files:
         path = directory / file.name
@@ -106,13 +106,13 @@ def check_digests(source: str, files: tuple[BlobFile, ...]) -> None:
         DataError: A file has another digest.
     """
     digests = {file.name: file.digest for file in files}
-    for file in read_index(_expanded(source)).files:
+    for file in read_index(_expand_home(source)).files:
         if digests.get(file.name) != file.digest:
             raise changed_file_error(file.name, source)
 
 
 def changed_file_error(name: str, directory: str) -> DataError:
-    """Return the error for a file whose digest is not the capture's."""
+    """Return the error for a file whose digest differs from that in the capture's index."""
     return DataError(
         f"{name!r} in {directory!r} has changed since the capture: restore it from a copy, or "
         "capture again"
@@ -124,7 +124,7 @@ def check_temperature(spec: DistilSpec, layout: CaptureLayout) -> None:
 
     Raises:
         DataError: The tokens were drawn at another temperature, or the capture lacks the
-            log-sum-exp at this one.
+            log-sum-exp at the student's temperature.
     """
     if layout.drawn and spec.alpha > 0 and spec.temperature != layout.temperature:
         raise DataError(
@@ -150,7 +150,7 @@ def tokenizer_mismatch(student: str) -> DataError:
 
 
 def _check_tokenizers(spec: DistilRun, index: CaptureIndex) -> None:
-    """Compare the vocabularies, without tokenizer libraries."""
+    """Compare the vocabularies of the student and the teacher, without tokenizer libraries."""
     if spec.model.source is None:
         return
     digest = digest_of_file(Path(sources.model_source(spec.model.source)) / TOKENIZER)

@@ -7,7 +7,7 @@ planned from the index alone; a file of logits is opened when a step needs it.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -19,9 +19,6 @@ from protocol.datasets.logits_file import CaptureMetadata
 from protocol.spec.files.blob_list import name_fault
 from protocol.spec.files.run_files import CAPTURE_INDEX
 from protocol.spec.sections.data import LOGITS_SUFFIX
-
-INDEX: Final = CAPTURE_INDEX
-SUFFIX: Final = LOGITS_SUFFIX
 
 
 class _Document(BaseModel):
@@ -57,13 +54,13 @@ def read_index(directory: Path) -> CaptureIndex:
     Raises:
         DataError: There is no index, or it cannot be read.
     """
-    path = directory / INDEX
+    path = directory / CAPTURE_INDEX
     try:
         document = read_regular(path)
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(
-            f"expected a capture of teacher logits in {str(directory)!r}, found no {INDEX} there; "
-            "give the directory 'logits' of a finished run of task teacher-logits"
+            f"expected a capture of teacher logits in {str(directory)!r}, found no {CAPTURE_INDEX} "
+            "there; give the directory 'logits' of a finished run of task teacher-logits"
         ) from None
     except OSError as error:
         raise DataError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
@@ -76,7 +73,7 @@ def read_index(directory: Path) -> CaptureIndex:
             f"{str(path)!r} is not the index of a capture: {location}: {first['msg']}"
         ) from None
     for file in index.files:
-        if name_fault(file.name) or "/" in file.name or not file.name.endswith(SUFFIX):
+        if name_fault(file.name) or "/" in file.name or not file.name.endswith(LOGITS_SUFFIX):
             raise DataError(
                 f"{str(path)!r} names a file {file.name!r}, which is not a file of logits"
             )

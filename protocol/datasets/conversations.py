@@ -1,9 +1,9 @@
 """Read conversations from data files, check them and remove duplicates.
 
 A row is a list of messages (`messages`, or ShareGPT's `conversations`), a prompt with its
-completion, or Alpaca's instruction, input and output. Each becomes a `Conversation`: optionally a
-system message, then user and assistant in turn, the assistant last. Answers of tools follow the
-calls.
+completion, or Alpaca's instruction, input and output. Each row becomes a `Conversation`: optionally
+a system message, then messages of user and assistant in turn, the assistant's last. The answers of
+tools follow the messages that call them.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from protocol.datasets.text_file import format_value
 from protocol.spec.files import sources
 from protocol.spec.sections.data import COLUMNS_OF_FORMAT, OPTIONAL_COLUMNS, DataSpec
 
-_TURN: Final = ("user", "assistant")
+_TURN_ROLES: Final = ("user", "assistant")
 _STEERING_COLUMNS: Final = frozenset({
     "system", "system_prompt", "history", "tools", "functions", "tool_calls", "documents", "image",
     "images", "video", "videos", "audio", "audios", "weight", "label", "chat_template_kwargs",
 })  # fmt: skip
-"""Columns that in other libraries change a conversation, or which part of it is learned."""
+"""Columns that, in other libraries, change a conversation or the part of it that is learned."""
 _SIMILARITY_COLUMNS: Final = frozenset({"label", "score"})
-"""Columns of pairs of texts that say whether, or how well, the two belong together."""
+"""Columns of pairs of texts that state whether, or how well, the two texts belong together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class DistinctRows(Generic[Row]):
     """Distinct rows in the order of the files, stored on disk: they may be larger than memory.
 
     Attributes:
-        documents: The content of each row as text: equal for equal rows.
+        documents: The content of each row as text; equal rows have equal texts.
         duplicates: Number of repeated rows.
         bad_rows: Number of skipped rows.
     """
@@ -88,8 +88,8 @@ class DistinctRows(Generic[Row]):
         Args:
             rows: The location and the document of each row.
             parse_document: Returns the row of a document and its location.
-            expected: Kind and source of the rows, for the error if there are none.
-            bad_rows: Where the reader reports rows that cannot be used.
+            expected: A description of the rows and their source, for the error if there are none.
+            bad_rows: Receives the rows that cannot be used.
 
         Raises:
             DataError: There are no rows.
@@ -160,9 +160,9 @@ def read_documents(
     Args:
         spec: Names files and columns.
         columns: Keys of `data.columns`.
-        optional: Keys of columns that a row need not have.
+        optional: Keys of columns that a row may lack.
         to_document: Returns the document of a row, a mapping from key to value.
-        bad_rows: Where rows that cannot be used are reported.
+        bad_rows: Receives the rows that cannot be used.
     """
     column_names: Mapping[str, str] = dict(spec.columns.items())
     names = {key: column_names.get(key, key) for key in columns}
@@ -231,7 +231,7 @@ def _read_prompt(location: str, record: Record) -> tuple[ChatMessage, ...]:
         read_messages(f"{location} {key}", record[key])
         if is_message_list(record[key])
         else (ChatMessage(role, require_text(location, record[key], key)),)
-        for key, role in zip(("prompt", "completion"), _TURN, strict=True)
+        for key, role in zip(("prompt", "completion"), _TURN_ROLES, strict=True)
     )
     prompt = tuple(replace(message, trained=message.role != "assistant") for message in prompt)
     return with_system(location, record["system"], (*prompt, *completion))
@@ -260,11 +260,11 @@ def _read_history(location: str, turns: object) -> Iterator[ChatMessage]:
     pairs = turns if isinstance(turns, list) else [None]
     for number, pair in enumerate(pairs, start=1):
         turn_location = f"{location} history {number}"
-        if not isinstance(pair, list) or len(pair) != len(_TURN):
+        if not isinstance(pair, list) or len(pair) != len(_TURN_ROLES):
             raise DataError(
                 f"{turn_location}: expected an instruction and its answer, got {format_value(pair)}"
             )
-        for role, content in zip(_TURN, pair, strict=True):
+        for role, content in zip(_TURN_ROLES, pair, strict=True):
             yield ChatMessage(role, require_text(turn_location, content, f"the {role}'s turn"))
 
 

@@ -1,6 +1,7 @@
 """Check a run's data before workers read it, so that a user learns of mistakes at once.
 
-Only the data of tasks that read text is checked; workers check it again, with the tokenizer.
+Only the data of tasks that read text or captured logits is checked; workers check it again, with
+the tokenizer.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ def check_samples(train_samples: int, spec: RunSpec, duplicates: int = 0) -> Non
     Args:
         train_samples: Number of training samples, without duplicates.
         spec: The run spec.
-        duplicates: Number of removed duplicates, which the error mentions.
+        duplicates: Number of removed duplicates, for the error.
 
     Raises:
         DataError: There are fewer samples.

@@ -1,7 +1,7 @@
 """Texts in an unnamed temporary file: a corpus may be larger than memory.
 
-Memory holds the offset of each text. The file disappears with the process. Texts are read, not
-mapped, so that its pages do not count as the process's memory.
+Only the offset and the length of each text are in memory. The file disappears with the process.
+Texts are read, not mapped, so that the file's pages do not count as the process's memory.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from blake3 import blake3
 from protocol.base.errors import StorageFailed
 
 DIGEST_BYTES: Final = 16
-"""Size of the digest that recognizes a text; collisions do not occur in practice."""
+"""Size of the digest by which equal texts are detected; collisions do not occur in practice."""
 _LARGE_FILES: Final = Path("/var/tmp")  # noqa: S108 -- files without a name; /tmp may be memory
 _READ_BYTES: Final = 1 << 20
 _WRITE_BYTES: Final = 1 << 18
 
 
 class DiskFile:
-    """An unnamed file: append at the end, read anywhere."""
+    """An unnamed temporary file that is appended to, and read at any offset."""
 
     def __init__(self) -> None:
         directory = os.environ.get("TMPDIR")

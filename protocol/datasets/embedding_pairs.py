@@ -23,7 +23,7 @@ class TextGroup:
     Attributes:
         anchor: The query.
         passages: The positive, then the hard negatives.
-        location: File and row.
+        location: File and row, for errors.
     """
 
     anchor: str
@@ -31,20 +31,20 @@ class TextGroup:
     location: str
 
 
-def read_text_groups(spec: DataSpec, first: TextGroup | None = None) -> DistinctRows[TextGroup]:
+def read_text_groups(spec: DataSpec, first_row: TextGroup | None = None) -> DistinctRows[TextGroup]:
     """Read the rows of the files that the run spec names.
 
     Args:
         spec: Names files and columns.
-        first: For validation data: the first row of the training data, whose number of negatives
-            every row must have.
+        first_row: For validation data: the first row of the training data. Every row must have the
+            same number of negatives.
 
     Raises:
         DataError: A file is missing, not UTF-8 or damaged, or lacks a column; or a row lacks a
             text, or its number of negatives differs from the first row's.
     """
     bad_rows = BadRows(skip=spec.skip_bad_rows)
-    parser = _RowParser(first)
+    parser = _RowParser(first_row)
     rows = read_documents(spec, EMBEDDING_COLUMNS, ("negative",), parser.document, bad_rows)
     return DistinctRows(rows, _group_of, f"pairs of texts in {spec.train!r}", bad_rows)
 
@@ -57,9 +57,9 @@ def _group_of(document: str, location: str) -> TextGroup:
 class _RowParser:
     """Parses rows, and compares their number of negatives with that of the first row."""
 
-    def __init__(self, first: TextGroup | None) -> None:
-        self._first_location = "" if first is None else first.location
-        self._negatives = 0 if first is None else len(first.passages) - 1
+    def __init__(self, first_row: TextGroup | None) -> None:
+        self._first_location = "" if first_row is None else first_row.location
+        self._negatives = 0 if first_row is None else len(first_row.passages) - 1
 
     def document(self, location: str, record: Record) -> str:
         """Return the row's texts as JSON: anchor, positive, negatives.

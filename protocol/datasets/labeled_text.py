@@ -37,9 +37,9 @@ from protocol.spec.sections.data import DataSpec
 
 Label = str | float | tuple[str, ...]
 """A row's label: a name, a number to predict, or sorted names."""
-LABELS: Final = 1_000
-LABEL_CHARACTERS: Final = 90
-_CONFLICTS_SHOWN: Final = 100
+MAX_LABELS: Final = 1_000
+MAX_LABEL_CHARACTERS: Final = 90
+_MAX_CONFLICTS_SHOWN: Final = 100
 _MANY_LABELS: Final = 20
 """If there are more labels than this, and more than half as many as samples, the column probably
 contains ids or texts."""
@@ -53,7 +53,7 @@ class LabeledText:
     Texts that are read from a file are stored on disk: they may be larger than memory.
 
     Attributes:
-        texts: The texts, without the spaces at both ends; pairs as documents of `join_pair`.
+        texts: The texts, without the spaces at both ends; for pairs the result of `join_pair`.
         labels: For each text an index into `names`, a tuple of indices (multi-label), or the value
             to predict (regression).
         names: Names of the labels; empty for regression.
@@ -73,7 +73,7 @@ class LabeledText:
 
     @property
     def similar_labels(self) -> list[tuple[str, ...]]:
-        """Return groups of labels that differ only in case, spaces or number format."""
+        """Groups of labels that differ only in case, spaces or number format."""
         groups: dict[object, list[str]] = {}
         for name in self.names:
             groups.setdefault(_normalize(name), []).append(name)
@@ -176,7 +176,7 @@ class _Conflicts:
     def add(self, row: _Row, first_location: str, first_label: Label) -> None:
         """Add a row, with the location and label of the first row with the same text."""
         self.count += 1
-        if len(self._descriptions) < _CONFLICTS_SHOWN:
+        if len(self._descriptions) < _MAX_CONFLICTS_SHOWN:
             path = f"{str(row.location.path)!r} "
             location, first_location = (
                 text.removeprefix(path) for text in (str(row.location), first_location)
@@ -213,10 +213,11 @@ def _order_labels(names: set[str], samples: int, spec: DataSpec) -> tuple[str, .
             f"expected at least 2 labels in {spec.train!r}, found only {min(names)!r}; add samples "
             "of another class, or name the label's column: --set data.label=COLUMN"
         )
-    if len(names) > LABELS or max(map(len, names)) > LABEL_CHARACTERS:
+    if len(names) > MAX_LABELS or max(map(len, names)) > MAX_LABEL_CHARACTERS:
         raise DataError(
-            f"expected at most {LABELS} labels of {LABEL_CHARACTERS} characters in {spec.train!r}, "
-            f"found {len(names)}; is {spec.label!r} the label's column? --set data.label=COLUMN"
+            f"expected at most {MAX_LABELS} labels of {MAX_LABEL_CHARACTERS} characters in "
+            f"{spec.train!r}, found {len(names)}; is {spec.label!r} the label's column? --set "
+            "data.label=COLUMN"
         )
     if (
         spec.num_classes is None
@@ -250,16 +251,16 @@ def _read_records(spec: DataSpec, bad_rows: BadRows) -> Iterator[tuple[Location,
     """Read every row as a mapping with `text`, `label` and, for pairs, `text_pair`."""
     required_columns = _required_columns(spec)
     for path in sources.row_files(spec.train, class_folders=True):
-        kind = sources.kind_of(path)
-        if kind in ("csv", "tsv"):
+        format_name = sources.file_format(path)
+        if format_name in ("csv", "tsv"):
             yield from _read_table_rows(path, spec, bad_rows)
-        elif kind in sources.ROW_KINDS or not sources.is_directory(spec.train):
+        elif format_name in sources.ROW_FORMATS or not sources.is_directory(spec.train):
             for location, record in read_rows(
                 [path], required_columns, [*required_columns.values()], bad_rows
             ):
                 yield location, {key: record[name] for key, name in required_columns.items()}
         else:
-            folder = path.relative_to(sources.expanded(spec.train)).parts[0]
+            folder = path.relative_to(sources.expand_home(spec.train)).parts[0]
             yield Location(path, 1), {"text": read_text(path), "label": folder}
 
 
@@ -293,11 +294,12 @@ def _read_table_rows(
 
 
 def _is_label(first_cell: str, cells: Iterable[str]) -> bool:
-    """Return whether the first cell of a column of labels is a label: a header occurs only once."""
+    """Return whether the first cell of a column is a label: unlike a label, a header occurs
+    once."""
     labels = Counter[str]()
     for label in cells:
         labels[label] += 1
-        if len(labels) > LABELS:
+        if len(labels) > MAX_LABELS:
             return False
     return labels[first_cell] > 1
 
@@ -343,7 +345,7 @@ def _parse_label(location: Location, label: object) -> str:
 
 
 def _parse_labels(location: Location, value: object) -> tuple[str, ...]:
-    """Parse a list of labels, its JSON text, or labels with commas between them; may be empty."""
+    """Parse a list of labels, its JSON text, or labels separated by commas; it may be empty."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = json.loads(value)

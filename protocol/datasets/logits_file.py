@@ -1,7 +1,7 @@
 """Captured logits: fixed-size records in memory and on the wire, Parquet files on disk.
 
-A record is zero after the sample's last row, so a microbatch has the same bytes wherever it is
-computed. A file has one row for each sample, in row groups that are read at once:
+A record is padded with zeros after the sample's last row, so a microbatch has the same bytes on
+every worker. A file has one row for each sample, in row groups that are read at once:
 
     sample_id    int64
     input_ids    list of int32: the sample's tokens; row t below is about token t + 1
@@ -190,7 +190,7 @@ class LogitsFile:
 
 def _schema(pa: Any, facts: CaptureMetadata) -> Any:
     layout = facts.layout
-    kinds = {
+    data_types = {
         "sample_id": pa.int64(),
         "input_ids": _list(pa, pa.int32()),
         "loss_mask": _list(pa, pa.uint8()),
@@ -199,12 +199,12 @@ def _schema(pa: Any, facts: CaptureMetadata) -> Any:
         "lse_1": _list(pa, pa.float32()),
         "lse_T": _list(pa, pa.float32()),
     }
-    fields = [pa.field(name, kinds[name], nullable=False) for name in _COLUMNS]
+    fields = [pa.field(name, data_types[name], nullable=False) for name in _COLUMNS]
     return pa.schema(fields, metadata={METADATA: facts.model_dump_json().encode()})
 
 
-def _list(pa: Any, kind: Any) -> Any:
-    return pa.list_(pa.field("element", kind, nullable=False))
+def _list(pa: Any, data_type: Any) -> Any:
+    return pa.list_(pa.field("element", data_type, nullable=False))
 
 
 def _table(pa: Any, schema: Any, records: Records) -> Any:
@@ -215,18 +215,20 @@ def _table(pa: Any, schema: Any, records: Records) -> Any:
         values = records[name]
         flat = values[np.arange(values.shape[1]) < counts[:, None]]
         offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-        kind = schema.field(name).type
+        data_type = schema.field(name).type
         columns.append(
-            pa.ListArray.from_arrays(pa.array(offsets), _flat(pa, kind.value_type, flat), kind)
+            pa.ListArray.from_arrays(
+                pa.array(offsets), _flat(pa, data_type.value_type, flat), data_type
+            )
         )
     return pa.Table.from_arrays(columns, schema=schema)
 
 
-def _flat(pa: Any, kind: Any, values: NDArray[Any]) -> Any:
+def _flat(pa: Any, data_type: Any, values: NDArray[Any]) -> Any:
     if values.ndim == 1:
-        return pa.array(np.ascontiguousarray(values), kind)
+        return pa.array(np.ascontiguousarray(values), data_type)
     content = pa.py_buffer(np.ascontiguousarray(values).tobytes())
-    return pa.FixedSizeBinaryArray.from_buffers(kind, len(values), [None, content])
+    return pa.FixedSizeBinaryArray.from_buffers(data_type, len(values), [None, content])
 
 
 def _records(table: Any, layout: CaptureLayout) -> Records:

@@ -1,4 +1,4 @@
-"""Read one message of a conversation, and its tools, in the formats that people export.
+"""Read a message of a conversation, and the conversation's tools, in common export formats.
 
 A message is OpenAI's (`role`, `content`, `tool_calls`, `tool_call_id`, `weight`; the older
 `function_call`) or ShareGPT's (`from`, `value`). The arguments of a call are an object, or an
@@ -30,14 +30,14 @@ _ROLE_OF: Final = {
     "tool_response": "tool",
 }  # fmt: skip
 _CALL_ROLES: Final = frozenset({"function_call", "tool_call"})
-"""ShareGPT's roles whose text is a call, as JSON."""
+"""Roles of ShareGPT whose text is a call, as JSON."""
 _REASONING_KEYS: Final = ("reasoning_content", "reasoning", "thinking")
 _MESSAGE_KEYS: Final = frozenset({
     "role", "content", "from", "value", "tool_calls", "function_call", "tool_call_id", "name",
     "weight", "train", *_REASONING_KEYS,
 })  # fmt: skip
-_LISTED_TOOLS: Final = 10
-"""Tools that an error names."""
+_MAX_LISTED_TOOLS: Final = 10
+"""Maximum number of tools that an error names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class ToolCall:
     Attributes:
         name: Name of the function.
         arguments: Values by name.
-        id: The id by which a tool's answer refers to this call; empty if none does.
+        id: The id by which a tool's answer refers to this call; empty without one.
     """
 
     name: str
@@ -78,7 +78,8 @@ class ChatMessage:
     trained: bool = True
 
     def record(self) -> list[Any]:
-        """Return the message as JSON: role, content, and the other fields if any is not empty."""
+        """Return the message as a JSON list: role, content, and a mapping of the other fields that
+        have a value."""
         optional_fields: dict[str, Any] = {
             "reasoning": self.reasoning,
             "tool_calls": [[call.name, call.arguments, call.id] for call in self.tool_calls],
@@ -96,7 +97,7 @@ class ChatMessage:
 
     @staticmethod
     def of(record: list[Any]) -> ChatMessage:
-        """Return the message that `record` has encoded."""
+        """Return the message from the result of `record`."""
         role, content, *rest = record
         optional_fields = dict(rest[0]) if rest else {}
         calls = tuple(ToolCall(*call) for call in optional_fields.pop("tool_calls", ()))
@@ -242,7 +243,8 @@ def _refuse_assistant_keys(location: str, role: str, message: Mapping[str, Any])
 
 
 def _join_parts(content: object) -> object:
-    """Join a content that is a list of text parts, as in OpenAI's format; return any other."""
+    """Join a content that is a list of text parts, as in OpenAI's format; return others
+    unchanged."""
     if not isinstance(content, list) or not content:
         return content
     texts = [
@@ -350,7 +352,7 @@ def check_calls(
             if names and call.name not in names:
                 raise DataError(
                     f"{location} message {number}: expected a call of a function in tools "
-                    f"({', '.join(names[:_LISTED_TOOLS])}), got {call.name!r}"
+                    f"({', '.join(names[:_MAX_LISTED_TOOLS])}), got {call.name!r}"
                 )
     return tools
 

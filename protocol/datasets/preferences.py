@@ -1,7 +1,7 @@
-"""Preference pairs from data files: two answers, of which one is preferred.
+"""Read preference pairs from data files: two answers, of which one is preferred.
 
-A row has TRL's format: `prompt`, `chosen` and `rejected`, each a text or a list of messages; or,
-without a prompt, two whole conversations that differ only in their last answers.
+A row has TRL's format: `prompt`, `chosen` and `rejected`, each a text or a list of messages.
+Without `prompt`, the others are whole conversations that differ only in their last answers.
 https://huggingface.co/docs/trl/dataset_formats#preference
 """
 

@@ -1,8 +1,8 @@
 """Read rows of data files as mappings from column to value, and report bad rows.
 
-Files are JSON lines, JSON lists, CSV, TSV, Parquet or Arrow, each plain, gzip or zstandard; the
-suffix says which. Files may be larger than memory, except compressed Parquet and Arrow, and an
-object that contains a list of rows. A single row must fit memory.
+Files are JSON lines, JSON lists, CSV, TSV, Parquet or Arrow, each plain, gzip or zstandard, as
+their suffix says. Files may be larger than memory, except compressed Parquet and Arrow, and a JSON
+object that contains a list of rows. A single row must fit in memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from protocol.datasets.logits_file import pyarrow_modules
 from protocol.datasets.text_file import (
     SKIP_BAD_ROWS,
     check_columns,
-    checked_object,
+    check_object,
     is_compressed,
     json_lines,
     json_values,
@@ -33,16 +33,16 @@ from protocol.datasets.text_file import (
 )
 from protocol.spec.files import sources
 
-_ROWS_AT_ONCE: Final = 64
+_BATCH_ROWS: Final = 64
 _BUFFER_BYTES: Final = 1 << 18
-_REPORTED_ROWS: Final = 20
-"""Bad rows that a report quotes."""
-_GIVE_UP_ROWS: Final = 100
-"""Bad rows, without a good row before them, that end the reading."""
+_MAX_REPORTED_ROWS: Final = 20
+"""Maximum number of bad rows that a report quotes."""
+_MAX_BAD_ROWS_AT_START: Final = 100
+"""Number of bad rows after which reading ends, if no row has been good."""
 
 Record = Mapping[str, Any]
 Row = TypeVar("Row")
-Parsed = TypeVar("Parsed")
+ParsedRow = TypeVar("ParsedRow")
 
 
 class Location(NamedTuple):
@@ -52,7 +52,7 @@ class Location(NamedTuple):
     number: int
 
     def __str__(self) -> str:
-        is_line = sources.kind_of(self.path) in ("jsonl", "csv", "tsv")
+        is_line = sources.file_format(self.path) in ("jsonl", "csv", "tsv")
         return f"{str(self.path)!r} {'line' if is_line else 'row'} {self.number}"
 
 
@@ -78,7 +78,7 @@ class Locations:
 
 
 class BadRows:
-    """Rows that cannot be used: reported together, or counted and skipped.
+    """Collects the errors of rows that cannot be used: they are reported together, or skipped.
 
     Args:
         skip: Whether bad rows are skipped (`data.skip_bad_rows`).
@@ -100,16 +100,16 @@ class BadRows:
             DataError: There are many bad rows, and no good one.
         """
         self.count += 1
-        if len(self._errors) < _REPORTED_ROWS:
+        if len(self._errors) < _MAX_REPORTED_ROWS:
             self._errors.append(error)
-        if not self._good and self.count >= _GIVE_UP_ROWS:
+        if not self._good and self.count >= _MAX_BAD_ROWS_AT_START:
             raise self._errors[0]
 
     def parse(
         self,
         rows: Iterable[tuple[Location, Record]],
-        parse_row: Callable[[Location, Record], Parsed],
-    ) -> Iterator[tuple[Location, Parsed]]:
+        parse_row: Callable[[Location, Record], ParsedRow],
+    ) -> Iterator[tuple[Location, ParsedRow]]:
         """Yield each row's location and parsed row; a row that raises `DataError` is bad.
 
         Raises:
@@ -120,8 +120,8 @@ class BadRows:
         self.report()
 
     def apply(
-        self, rows: Iterable[Row], function: Callable[[Row], Parsed]
-    ) -> Iterator[tuple[Row, Parsed]]:
+        self, rows: Iterable[Row], function: Callable[[Row], ParsedRow]
+    ) -> Iterator[tuple[Row, ParsedRow]]:
         """Yield each row with the function's result; a row that raises `DataError` is bad.
 
         Raises:
@@ -194,7 +194,7 @@ class _ColumnCheck:
         self._inspect_columns(location, columns)
         check_columns(
             str(location), columns, self._required, optional=self._optional,
-            is_lone_row=self._has_complete_rows and sources.kind_of(path) in ("jsonl", "json"),
+            is_lone_row=self._has_complete_rows and sources.file_format(path) in ("jsonl", "json"),
         )  # fmt: skip
         self._has_complete_rows = True
 
@@ -213,21 +213,22 @@ def read_rows(
         required_columns: Columns that every row must have, by the key of the section `data` that
             names them.
         names: All columns to read.
-        bad_rows: Where rows that are damaged or lack a column are reported.
+        bad_rows: Receives rows that are damaged or lack a column.
         inspect_columns: Called with a row's location and columns before they are checked.
 
     Raises:
-        DataError: A file is of an unsupported kind or damaged, or a table's header lacks a column.
+        DataError: A file has an unsupported format or is damaged, or a table's header lacks a
+            column.
     """
     optional = {*names} - {*required_columns.values()}
     column_check = _ColumnCheck(required_columns, optional, inspect_columns)
     for path in files:
         check = partial(column_check.check, path)
-        kind = sources.kind_of(path)
-        if kind in ("jsonl", "json"):
+        format_name = sources.file_format(path)
+        if format_name in ("jsonl", "json"):
             lines = (
                 json_lines(path)
-                if kind == "jsonl"
+                if format_name == "jsonl"
                 else _json_rows(path, {*required_columns.values()})
             )
             for number, record in lines:
@@ -239,15 +240,15 @@ def read_rows(
                     bad_rows.add(error)
                     continue
                 yield Location(path, number), record
-        elif kind in ("csv", "tsv"):
+        elif format_name in ("csv", "tsv"):
             yield from _table_rows(path, {*required_columns.values()}, check, bad_rows)
-        elif kind in ("parquet", "arrow"):
-            rows = _parquet_rows if kind == "parquet" else _arrow_rows
+        elif format_name in ("parquet", "arrow"):
+            rows = _parquet_rows if format_name == "parquet" else _arrow_rows
             for number, record in enumerate(rows(path, check, names), start=1):
                 yield Location(path, number), record
         else:
             raise DataError(
-                f"expected a file that ends with one of {sources.ROW_KINDS_SHOWN}, got "
+                f"expected a file that ends with one of {sources.ROW_FORMATS_TEXT}, got "
                 f"{str(path)!r}, which is not supported"
             )
 
@@ -260,7 +261,7 @@ def _json_rows(
     first_line, second_line = next(lines, "").lstrip(), next(lines, "")
     if first_line.startswith("["):
         for number, value in enumerate(json_values(path, text_pieces(path)), start=1):
-            yield number, checked_object(f"{str(path)!r} row {number}", value)
+            yield number, check_object(f"{str(path)!r} row {number}", value)
         return
     try:
         first_value = json.loads(first_line)
@@ -284,7 +285,7 @@ def _json_rows(
             f"with {len(lists)} lists"
         )
     for number, value in enumerate(lists[0], start=1):
-        yield number, checked_object(f"{str(path)!r} row {number}", value)
+        yield number, check_object(f"{str(path)!r} row {number}", value)
 
 
 def _table_rows(
@@ -308,16 +309,16 @@ def _table_rows(
 
 
 @contextmanager
-def _pyarrow_errors(path: Path, kind: str) -> Iterator[tuple[Any, Any]]:
+def _pyarrow_errors(path: Path, format_name: str) -> Iterator[tuple[Any, Any]]:
     """Yield pyarrow and pyarrow.parquet; their errors become a `DataError` of one line."""
-    pa, pq = pyarrow_modules(f"{kind} files are read by pyarrow")
+    pa, pq = pyarrow_modules(f"{format_name} files are read by pyarrow")
     try:
         yield pa, pq
     except (pa.ArrowException, OSError, EOFError, zlib.error, ValueError) as error:
         words = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(
-            f"expected {kind} in {str(path)!r}, got: {words.rstrip('.')}; if the file is damaged, "
-            "copy or download it again"
+            f"expected {format_name} in {str(path)!r}, got: {words.rstrip('.')}; if the file "
+            "is damaged, copy or download it again"
         ) from None
 
 
@@ -333,7 +334,7 @@ def _parquet_rows(
             check(1, columns)
             present = [name for name in names if name in columns]
             classes = _class_names(file.schema_arrow.metadata)
-            for batch in file.iter_batches(_ROWS_AT_ONCE, columns=present):
+            for batch in file.iter_batches(_BATCH_ROWS, columns=present):
                 yield from (_clean_record(record, classes) for record in batch.to_pylist())
 
 
@@ -361,8 +362,8 @@ def _arrow_rows(
             classes = _class_names(reader.schema.metadata)
             for batch in batches:
                 batch.validate(full=True)  # damaged offsets would be read beyond the batch
-                for lo in range(0, batch.num_rows, _ROWS_AT_ONCE):
-                    rows = batch.slice(lo, _ROWS_AT_ONCE).select(present)
+                for lo in range(0, batch.num_rows, _BATCH_ROWS):
+                    rows = batch.slice(lo, _BATCH_ROWS).select(present)
                     yield from (_clean_record(record, classes) for record in rows.to_pylist())
 
 
@@ -441,9 +442,9 @@ def read_table(path: Path, required_columns: Collection[str]) -> Iterator[TableR
 def _delimiter(path: Path, required_columns: Collection[str]) -> str:
     """Return the delimiter that splits the header into the required columns.
 
-    If there is none: tab if every line has one, else the delimiter with the most columns.
+    If there is none, return a tab if every line has one, else the delimiter with the most columns.
     """
-    usual_delimiter = _TAB if sources.kind_of(path) == "tsv" else ","
+    usual_delimiter = _TAB if sources.file_format(path) == "tsv" else ","
     header = next((line for line in stream_lines(path) if line.strip()), "")
     columns = {
         delimiter: column_names(next(csv.reader([header], delimiter=delimiter)))
@@ -458,9 +459,9 @@ def _delimiter(path: Path, required_columns: Collection[str]) -> str:
 
 
 def _quotes_are_text(path: Path) -> bool:
-    """Return whether quotes in a TSV file are part of the text rather than around cells.
+    """Return whether quotes in a TSV file are part of the text, and do not enclose cells.
 
-    They are if the file then has more rows, and no column in which every cell is quoted.
+    They are part of the text if the file then has more rows, and no column has only quoted cells.
     """
     if not any(line[0] == '"' or '\t"' in line for line in stream_lines(path) if line):
         return False

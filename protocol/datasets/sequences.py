@@ -1,4 +1,4 @@
-"""Rows whose labels are sequences: words with a tag each, or a text with the text it becomes."""
+"""Read rows whose labels are sequences: a tag for each word, or a target text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TaggedWords:
 
 @dataclass(frozen=True, slots=True)
 class TextPair:
-    """A text, and the text that a model should produce from it."""
+    """A source text, and the target text that a model learns to produce from it."""
 
     source: str
     target: str
@@ -102,7 +102,7 @@ def _parse_tagged_words(location: Location, words: object, tags: object) -> list
 
 
 def _parse_list(location: Location, value: object, name: str) -> list[str]:
-    """Parse a list of texts, its JSON text, or words with spaces between them."""
+    """Parse a list of texts, its JSON text, or words separated by spaces."""
     if isinstance(value, str):
         if value.lstrip().startswith("["):
             try:

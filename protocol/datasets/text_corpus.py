@@ -18,11 +18,16 @@ from protocol.datasets.disk_texts import DiskTexts, DistinctTexts
 from protocol.datasets.rows import BadRows, Location, Record, read_rows
 from protocol.datasets.text_file import format_value, read_text, text_pieces
 from protocol.spec.files import sources
-from protocol.spec.sections.data import COLUMNS_OF_FORMAT, OPTIONAL_COLUMNS, USUAL_PATTERN, DataSpec
+from protocol.spec.sections.data import (
+    COLUMNS_OF_FORMAT,
+    DEFAULT_PATTERN,
+    OPTIONAL_COLUMNS,
+    DataSpec,
+)
 
-LONE_FILE_CHARACTERS: Final = 4_096
-"""Characters after which a single text file is cut, at the next line end."""
-_USUAL_COLUMN: Final = DataSpec.model_fields["text"].default
+PART_CHARACTERS: Final = 4_096
+"""Minimum length of a part of a single text file, which is cut at the next line end."""
+_DEFAULT_COLUMN: Final = DataSpec.model_fields["text"].default
 
 
 class TextPart(NamedTuple):
@@ -64,8 +69,8 @@ def read_text_corpus(spec: DataSpec) -> TextCorpus:
     """Read the running text of the files that the run spec names.
 
     Raises:
-        DataError: A file is missing, not UTF-8 or of an unsupported kind, or lacks the column, or
-            there is no text.
+        DataError: A file is missing, is not UTF-8, has an unsupported format or lacks the column,
+            or there is no text.
     """
     corpus, begins, ends = DistinctTexts(), array("b"), array("b")
     bad_rows = BadRows(skip=spec.skip_bad_rows)
@@ -88,18 +93,18 @@ def read_parts(spec: DataSpec, bad_rows: BadRows) -> Iterator[TextPart]:
 
     Args:
         spec: Names files and column.
-        bad_rows: Where rows that cannot be used are reported.
+        bad_rows: Receives the rows that cannot be used.
 
     Raises:
-        DataError: As of `read_text_corpus`.
+        DataError: See `read_text_corpus`.
     """
     paths = sources.corpus_files(spec.train, spec.pattern)
-    if spec.pattern != USUAL_PATTERN and not sources.is_directory(spec.train):
+    if spec.pattern != DEFAULT_PATTERN and not sources.is_directory(spec.train):
         raise DataError(
             f"data.pattern selects files of a directory, but data.train is {spec.train!r}; remove "
             "data.pattern"
         )
-    if spec.text != _USUAL_COLUMN and not any(map(_has_rows, paths)):
+    if spec.text != _DEFAULT_COLUMN and not any(map(_has_rows, paths)):
         raise DataError(
             f"data.text names a column, {spec.text!r}, but {str(paths[0])!r} is plain text, which "
             "has none; remove data.text"
@@ -116,12 +121,12 @@ def read_parts(spec: DataSpec, bad_rows: BadRows) -> Iterator[TextPart]:
 
 
 def _has_rows(path: Path) -> bool:
-    return sources.kind_of(path) in sources.ROW_KINDS
+    return sources.file_format(path) in sources.ROW_FORMATS
 
 
 def _read_column(paths: Sequence[Path], column: str, bad_rows: BadRows) -> Iterator[str]:
     def refuse_conversations(location: Location, actual_columns: Sequence[str]) -> None:
-        for form, columns in COLUMNS_OF_FORMAT.items():
+        for format_name, columns in COLUMNS_OF_FORMAT.items():
             if (
                 column not in actual_columns
                 and columns
@@ -129,7 +134,7 @@ def _read_column(paths: Sequence[Path], column: str, bad_rows: BadRows) -> Itera
             ):
                 raise DataError(
                     f"{location}: expected running text, got a conversation; set its format: --set "
-                    f"data.format={form}"
+                    f"data.format={format_name}"
                 )
 
     def parse_text(location: Location, record: Record) -> str:
@@ -157,7 +162,7 @@ def _join_blank_pieces(texts: Iterator[str]) -> Iterator[TextPart]:
 
 
 def _cut_at_line_ends(pieces: Iterable[str]) -> Iterator[str]:
-    """Cut a text at line ends; a line longer than `LONE_FILE_CHARACTERS` stays whole.
+    """Cut a text at line ends; a line longer than `PART_CHARACTERS` stays whole.
 
     Args:
         pieces: The text, in pieces of any length.
@@ -165,7 +170,7 @@ def _cut_at_line_ends(pieces: Iterable[str]) -> Iterator[str]:
     text = ""
     for piece in pieces:
         text, start = text + piece, 0
-        while end := text.find("\n", start + LONE_FILE_CHARACTERS) + 1:
+        while end := text.find("\n", start + PART_CHARACTERS) + 1:
             yield text[start:end]
             start = end
         text = text[start:]

@@ -1,6 +1,6 @@
 """Read text files, plain or compressed, whole or in pieces; JSON lines and JSON lists.
 
-Text is UTF-8; the error for any other file says what it is and what to do.
+Text is UTF-8; the error for any other file names its format and what to do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from protocol.spec.sections.data import COLUMNS_OF_FORMAT, OPTIONAL_COLUMNS
 
 _PIECE_CHARACTERS: Final = 1 << 20
 _UNPACK, _AS_TEXT = "unpack it first", "save its content as text (UTF-8)"
-_OTHER_KINDS: Final = {
+_OTHER_FORMATS: Final = {
     b"BZh": ("bzip2", _UNPACK),
     b"\xfd7zXZ\0": ("xz", _UNPACK),
     b"7z\xbc\xaf\x27\x1c": ("7-Zip", _UNPACK),
@@ -49,7 +49,7 @@ _OTHER_KINDS: Final = {
     b"\xff\xfe": ("UTF-16", "convert it to UTF-8"),
     b"\xfe\xff": ("UTF-16", "convert it to UTF-8"),
 }
-"""The first bytes of files that are not text, with the kind of file and what to do."""
+"""The first bytes of files that are not text, each with the format and what to do."""
 SKIP_BAD_ROWS: Final = "--set data.skip_bad_rows=true"
 """The option that leaves out rows that cannot be used."""
 
@@ -60,12 +60,12 @@ _COMPRESSIONS: Final = {
     ".zst": ("zstandard", _ZSTANDARD),
     ".zstd": ("zstandard", _ZSTANDARD),
 }
-"""The compression and the first bytes of files with a suffix."""
-_MAGIC_BYTES: Final = max(map(len, _OTHER_KINDS))
+"""By suffix, the compression and the first bytes of the file."""
+_MAGIC_BYTES: Final = max(map(len, _OTHER_FORMATS))
 
 
 def is_compressed(path: Path) -> bool:
-    """Return whether a file begins as gzip or zstandard does."""
+    """Return whether a file has the first bytes of gzip or zstandard."""
     return _beginning(path).startswith((_GZIP, _ZSTANDARD))
 
 
@@ -120,7 +120,7 @@ def read_text(path: Path) -> str:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the lines with their ends: LF, CR LF or CR, but not U+2028 and similar characters."""
+    """Return the lines with their ends (LF, CR LF or CR); U+2028 and the like do not end a line."""
     return list(io.StringIO(read_text(path), newline=""))
 
 
@@ -140,10 +140,11 @@ def _open_text(path: Path) -> TextIO:
     beginning = b""
     with suppress(OSError), open_decompressed(path) as file:  # the caller's read reports the error
         beginning = file.read(_MAGIC_BYTES)
-    for magic, (kind, remedy) in _OTHER_KINDS.items():
+    for magic, (type_name, remedy) in _OTHER_FORMATS.items():
         if beginning.startswith(magic):
             raise DataError(
-                f"expected text in {str(path)!r}, got {kind}, which is not supported here; {remedy}"
+                f"expected text in {str(path)!r}, got {type_name}, which is not "
+                f"supported here; {remedy}"
             )
     compression, magic = _COMPRESSIONS.get(path.suffix.lower(), ("", b""))
     if beginning and not _beginning(path).startswith(magic):
@@ -219,10 +220,10 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
             )
             yield number, DataError(f"{location} is not JSON: {reason}")
             continue
-        yield number, checked_object(location, record, may_contain_half_pair="\\ud" in line.lower())
+        yield number, check_object(location, record, may_contain_half_pair="\\ud" in line.lower())
 
 
-def checked_object(
+def check_object(
     location: str, value: object, *, may_contain_half_pair: bool = True
 ) -> dict[str, Any] | DataError:
     """Return an object of a file, or the error if the value is not a valid object.
@@ -305,7 +306,7 @@ def check_columns(
         is_lone_row: Whether earlier rows have all columns, so that only this row is wrong.
 
     Raises:
-        DataError: A required column is missing or occurs twice; says what to set.
+        DataError: A required column is missing or occurs twice; the error says what to set.
     """
     for name in required_columns.values():
         if actual_columns.count(name) > 1:
@@ -318,7 +319,7 @@ def check_columns(
         return
     used = {*required_columns.values(), *optional}
     unused = [name for name in actual_columns if name not in used]
-    column_names = ", ".join(repr(str(name)[:40]) for name in actual_columns[:10]) or "nothing"
+    column_names = ", ".join(repr(str(name)[:40]) for name in actual_columns[:10]) or "none"
     settings = []
     for key, name in missing.items():
         candidates = difflib.get_close_matches(name, unused, n=1) or unused

@@ -1,7 +1,7 @@
 """Recover the settings of the run that wrote a directory, and apply `init_from`.
 
-With `init_from`, a new run inherits the settings that determine what the model computes, unless its
-run spec sets them.
+With `init_from`, a new run inherits the settings that affect the model's results, unless its run
+spec sets them.
 """
 
 from __future__ import annotations
@@ -50,14 +50,18 @@ class EarlierRun:
             DataError: `samestep.json` cannot be read.
         """
         info, spec = _result_info(directory), _spec_around(directory)
-        model = _section(info, "model") or _section(spec, "model") or _model_from_card(directory)
-        if name := _section(spec, "model").get("name"):
-            model = {**model, "source": _section(spec, "model").get("source"), "name": name}
+        model = (
+            _get_section(info, "model")
+            or _get_section(spec, "model")
+            or _model_from_card(directory)
+        )
+        if name := _get_section(spec, "model").get("name"):
+            model = {**model, "source": _get_section(spec, "model").get("source"), "name": name}
         return EarlierRun(
             task=str(info.get("task") or spec.get("task") or ""),
             model=model,
-            tokenizer=_section(spec, "tokenizer") or None,
-            chat_template=_section(spec, "data").get("chat_template"),
+            tokenizer=_get_section(spec, "tokenizer") or None,
+            chat_template=_get_section(spec, "data").get("chat_template"),
             labels=tuple(info.get("labels", ())),
         )
 
@@ -65,7 +69,7 @@ class EarlierRun:
 def _result_info(directory: Path) -> dict[str, Any]:
     path = directory / RESULT_INFO_FILE
     try:
-        document = _document(path)
+        document = _read_document(path)
     except (FileNotFoundError, NotADirectoryError):  # a GGUF file is not a directory
         return {}
     except (OSError, ValueError) as error:
@@ -84,7 +88,7 @@ def _spec_around(directory: Path) -> dict[str, Any]:
     parent = directory.absolute().parent
     run = parent.parent.parent if parent.parent.name == "checkpoints" else parent
     try:
-        return _section(_document(run / "run.json"), "spec")
+        return _get_section(_read_document(run / "run.json"), "spec")
     except (OSError, ValueError, RecursionError):
         return {}
 
@@ -99,12 +103,12 @@ def _model_from_card(directory: Path) -> dict[str, Any]:
     return {"source": facts.base, "base_dtype": facts.base_dtype, **added_tokens}
 
 
-def _document(path: Path) -> dict[str, Any]:
+def _read_document(path: Path) -> dict[str, Any]:
     document = read_json(path)
     return document if isinstance(document, dict) else {}
 
 
-def _section(document: dict[str, Any], key: str) -> dict[str, Any]:
+def _get_section(document: dict[str, Any], key: str) -> dict[str, Any]:
     section = document.get(key)
     return section if isinstance(section, dict) else {}
 
@@ -120,9 +124,9 @@ INHERITED_IN_FLOAT16: Final = ("loss_scale", "loss_scale_every")
 
 
 def apply_init_from(document: dict[str, Any]) -> None:
-    """Apply `init_from` to a run spec: fill in keys that it does not set.
+    """Apply `init_from` to a run spec: set keys that the document does not set.
 
-    These are in `model`, `data.chat_template`, and for an adapter `lora` and `tokenizer`.
+    It fills in keys of `model`, `data.chat_template`, and for an adapter `lora` and `tokenizer`.
 
     Raises:
         RunSpecError: `init_from` names no finished run, or the document names another model.
@@ -130,7 +134,7 @@ def apply_init_from(document: dict[str, Any]) -> None:
     source = document.get("init_from")
     if not isinstance(source, str):
         return
-    directory = _result(source)
+    directory = _find_result(source)
     model = document.setdefault("model", {})
     if not isinstance(model, dict):
         return
@@ -206,7 +210,7 @@ def _reads_conversations(document: dict[str, Any], data: dict[str, Any]) -> bool
     )
 
 
-def _result(source: str) -> Path:
+def _find_result(source: str) -> Path:
     try:
         path = Path(source).expanduser()
     except RuntimeError:  # no such user

@@ -1,7 +1,9 @@
-"""Front matter of a model card that model hubs read: https://huggingface.co/docs/hub/model-cards.
+"""Create the front matter of a model card, which model hubs read.
+
+Format: https://huggingface.co/docs/hub/model-cards.
 
 A hub refuses a card that refers to unknown models or data sets. So the card names the base model
-(`model.name` or `model.source`) and the data set (`data.name`) only if a hub could know them.
+(`model.name` or `model.source`) and the data set (`data.name`) only if the name can be a hub's.
 """
 
 from __future__ import annotations

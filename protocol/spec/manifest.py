@@ -1,4 +1,4 @@
-"""The manifest: what workers derive from a run spec and must agree on.
+"""The manifest: facts that each worker derives from a run spec, and on which all must agree.
 
 It lists the trainable tensors, divided into blocks; the number of samples and evaluation parts;
 how sums become metrics; the digests of everything that was read; and how the result is saved.
@@ -42,7 +42,7 @@ class CaptureLayout(BaseModel):
         tokens: Maximum number of rows of a sample; a sample has one more token than rows.
         vocabulary: Number of tokens in the teacher's vocabulary.
         top_k: Number of logits per row: the largest logits, or those of drawn tokens.
-        drawn: Whether tokens are drawn from the distribution.
+        drawn: Whether the tokens of a row are drawn from the distribution.
         temperature: Temperature of the draws and of the second log-sum-exp.
     """
 
@@ -56,12 +56,12 @@ class CaptureLayout(BaseModel):
 
     @property
     def id_bytes(self) -> int:
-        """Size of a token's number."""
+        """Size of a token id."""
         return 2 if self.vocabulary <= 2**16 else 4
 
     @property
     def logits_bytes(self) -> int:
-        """Size of a row's token numbers, logits and log-sum-exps: 264 for 64 of 65,536 tokens."""
+        """Size of a row's token ids, logits and log-sum-exps: 264 for 64 of 65,536 tokens."""
         return self.top_k * (self.id_bytes + FLOAT16_BYTES) + _LSE_BYTES
 
     @property
@@ -77,7 +77,7 @@ BlockKind = Literal["block", "non_block", "buffers", "counters"]
 BEST: Final = "best"
 """Directory of the state with the best evaluation metric, beside the last state's."""
 
-RESERVED: Final = frozenset(
+RESERVED_NAMES: Final = frozenset(
     {
         BEST,
         "capture",
@@ -94,6 +94,14 @@ RESERVED: Final = frozenset(
 )
 """Names in a run's directory that an export may not use."""
 
+SCRIPT_DIRECTORY: Final = "script"
+"""Directory for a copy of the script whose `samestep.fit` begins the run."""
+INITIAL_ENTRIES: Final = frozenset(
+    {"lock", "term.json", "epoch.json", "lost+found", SCRIPT_DIRECTORY}
+)
+"""Entries that a run's directory may have before the run begins: a copy of the script, files of a
+run that was not accepted, and `lost+found`."""
+
 ADAPTER_CONFIG: Final = "adapter_config.json"
 """File of an export that names the base model of an adapter."""
 
@@ -104,11 +112,11 @@ _TOPK_REGION: Final = 4096
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
-class _Frozen(BaseModel):
+class _FrozenModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class TensorSpec(_Frozen):
+class TensorSpec(_FrozenModel):
     """One trainable float32 tensor."""
 
     name: Name
@@ -119,7 +127,7 @@ class TensorSpec(_Frozen):
         return math.prod(self.shape)
 
 
-class Block(_Frozen):
+class Block(_FrozenModel):
     """Tensors that travel together: a transformer layer's, or a group of non-block tensors.
 
     On the wire and in memory a block is one flat float32 array: its tensors concatenated in this
@@ -177,7 +185,7 @@ class Block(_Frozen):
             start += tensor.elements
 
 
-class Ratio(_Frozen):
+class Ratio(_FrozenModel):
     """A ratio of evaluation sums s: (sum of a_i * s_i) / (sum of b_i * s_i).
 
     Accuracy is correct / samples, F1 is 2 tp / (2 tp + fp + fn). Without a denominator the value
@@ -204,9 +212,9 @@ class Metric(Ratio):
 
     `exponential` applies exp to the value (perplexity). With `mean_of` the metric is the mean of
     those ratios (macro F1) and has no ratio of its own. With `pearson` it is Pearson's correlation
-    of x and y, with `spearman` that of their ranks; it is NaN if x or y does not vary, and each
-    sample has two sums (`pair_sums`). `detail` marks metrics that are written to files and not
-    shown on consoles (confusion counts).
+    of x and y, with `spearman` that of their ranks. A correlation is NaN if x or y does not vary;
+    its sums are two for each sample (`pair_sums`). `detail` marks metrics that are written to files
+    and not shown on consoles (confusion counts).
     """
 
     name: Name
@@ -278,15 +286,15 @@ def _ranks(values: Values) -> Values:
     return means[group]
 
 
-class EmbeddingField(_Frozen):
-    """One tensor per sample that a loss over a whole step reads."""
+class EmbeddingField(_FrozenModel):
+    """One field of an `EmbeddingLayout`."""
 
     name: ShortText
     dtype: Literal["float32", "int64"]
     shape: tuple[Annotated[int, Field(ge=1, le=2**20)], ...] = Field((), max_length=4)
 
 
-class EmbeddingLayout(_Frozen):
+class EmbeddingLayout(_FrozenModel):
     """The tensors of each sample that a loss over a whole step reads.
 
     Fields of float32 are embeddings, through which gradients flow; they come first. Fields of int64
@@ -322,7 +330,7 @@ class EmbeddingLayout(_Frozen):
         return self.embedding_bytes + sum(labels)
 
 
-class Export(_Frozen):
+class Export(_FrozenModel):
     """How the trained tensors are saved.
 
     `directory`, in the run's output, contains `weights_file` (safetensors, each tensor under
@@ -336,7 +344,7 @@ class Export(_Frozen):
 
     @model_validator(mode="after")
     def _check_directory(self) -> Export:
-        if self.directory in RESERVED:
+        if self.directory in RESERVED_NAMES:
             raise ValueError(
                 f"expected a directory that a run does not use, got {self.directory!r}"
             )
@@ -352,8 +360,8 @@ class Export(_Frozen):
         return self
 
 
-class Manifest(_Frozen):
-    """See the module's docstring. Blocks are in forward order; gradients arrive in reverse."""
+class Manifest(_FrozenModel):
+    """The manifest. Blocks are in the order of forward; gradients arrive in reverse order."""
 
     blocks: tuple[Block, ...] = Field(min_length=1, max_length=limits.BLOCKS)
     train_samples: int = Field(ge=1, le=limits.SAMPLES)

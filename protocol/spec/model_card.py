@@ -1,8 +1,8 @@
-"""The model card: a README beside a trained model with what its run recorded.
+"""The model card: a README beside a trained model, with the facts that its run recorded.
 
 The front matter follows the format of model hubs (https://huggingface.co/docs/hub/model-cards),
-with the run's facts under `samestep`; the body has the same facts as tables. The publisher adds
-what the run does not know (license, intended use).
+with the run's facts under `samestep`; the body shows them as tables. The publisher adds the license
+and the intended use, which the run does not know.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FENCE: Final = "---\n"
 _KEY: Final = "samestep"
 
 
-class Measured(BaseModel):
+class EvaluationRecord(BaseModel):
     """Evaluation metrics after a number of steps; None for a value that is not finite."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -54,11 +54,11 @@ class CardFacts(BaseModel):
         base_dtype: The type to which frozen weights were rounded.
         added_tokens: Tokens that the base does not have.
         adapter: Whether the result is a LoRA adapter.
-        digests: Digests of what was read; see `Manifest.digests`.
+        digests: Digests of the inputs; see `Manifest.digests`.
         weights_digest: Digest of the trained tensors.
         exact: Whether all workers computed with the same numerics profile.
         evaluations: Evaluation metrics, in order of steps.
-        made: Sentences that describe what was done to the result after the run.
+        made: Sentences that describe changes to the result after the run, such as a merge.
         run_spec: The run spec; empty in cards of earlier releases.
     """
 
@@ -78,7 +78,7 @@ class CardFacts(BaseModel):
     digests: dict[str, str]
     weights_digest: str
     exact: bool
-    evaluations: tuple[Measured, ...]
+    evaluations: tuple[EvaluationRecord, ...]
     made: tuple[str, ...] = ()
     data: str | None = None
     data_name: str | None = None
@@ -91,7 +91,7 @@ class CardFacts(BaseModel):
         manifest: Manifest,
         result: Mapping[str, Any],
         release: str,
-        evaluations: Sequence[Measured],
+        evaluations: Sequence[EvaluationRecord],
     ) -> CardFacts:
         """Collect the facts of a run that has ended.
 
@@ -120,7 +120,7 @@ class CardFacts(BaseModel):
             weights_digest=str(result["weights_digest"]),
             exact=bool(result["exact"]),
             evaluations=tuple(
-                Measured(
+                EvaluationRecord(
                     step=evaluation.step,
                     figures={k: v for k, v in evaluation.figures.items() if k in shown_names},
                 )
@@ -159,7 +159,7 @@ def _yaml(document: Mapping[str, Any]) -> str:
 
 
 def read_card(directory: Path) -> CardFacts | None:
-    """Read the facts from a directory's model card; None without a card that samestep wrote."""
+    """Read the facts from a directory's model card; None if samestep has written none there."""
     try:
         text = read_regular(directory / CARD).decode("utf-8")
         _, front, _ = text.split(_FENCE, 2)
@@ -232,14 +232,14 @@ def _rows(facts: CardFacts) -> Iterator[tuple[str, object]]:
     yield "software", f"samestep {facts.release}"
 
 
-def _table(evaluations: Sequence[Measured]) -> Iterator[str]:
+def _table(evaluations: Sequence[EvaluationRecord]) -> Iterator[str]:
     names = list(dict.fromkeys(name for evaluation in evaluations for name in evaluation.figures))
     yield "| step | " + " | ".join(name.replace("_", " ") for name in names) + " |"
     yield "|---" * (len(names) + 1) + "|"
     for evaluation in evaluations:
-        figures = (_figure(evaluation.figures.get(name)) for name in names)
+        figures = (_format_metric(evaluation.figures.get(name)) for name in names)
         yield f"| {evaluation.step} | " + " | ".join(figures) + " |"
 
 
-def _figure(value: float | None) -> str:
+def _format_metric(value: float | None) -> str:
     return "not finite" if value is None or not math.isfinite(value) else f"{value:.6g}"

@@ -82,8 +82,11 @@ Role = Literal["data", "validation", "model", "adapter", "tokenizer"]
 """The purpose for which a task reads a file."""
 
 _EARLIER_RELEASE_SECTIONS: Final = frozenset({"regress", "digits", "scripted"})
-"""Sections of three different tasks: only earlier releases wrote documents with all of them."""
-_KINDS: Final = {list: "list", str: "text", int: "number", float: "number", bool: "boolean"}
+"""Sections of three different tasks. Only an earlier release wrote documents with all of them."""
+_TYPE_NAMES: Final = {
+    type(None): "an empty document", list: "a list", str: "a text", int: "a number",
+    float: "a number", bool: "a boolean",
+}  # fmt: skip
 _USER_TASK: Final = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
 
 
@@ -301,7 +304,7 @@ class RunSpec(Section):
 
     @property
     def codecs(self) -> Codecs:
-        """Encodings of what a step exchanges, and the precision of sums."""
+        """Encodings of the sums and averages of a step, and the precision of additions."""
         return self.exchange.codecs if self.replicas is None else self.replicas.codecs
 
     @property
@@ -562,9 +565,9 @@ def parse_run_spec(
     """
     in_origin = f" in {origin!r}" if origin else ""
     if not isinstance(document, Mapping):
-        actual_kind = "nothing" if document is None else f"a {_KINDS.get(type(document), 'value')}"
+        actual_type = _TYPE_NAMES.get(type(document), "a value")
         raise RunSpecError(
-            f"expected keys and values{in_origin}, got {actual_kind}; a run spec needs at least "
+            f"expected keys and values{in_origin}, got {actual_type}; a run spec needs at least "
             "task: and steps:"
         )
     try:
@@ -648,7 +651,7 @@ def drop_unused_sections(document: Any) -> Any:
 
 
 def _rewrite_canonical_document(document: dict[str, Any]) -> dict[str, Any]:
-    """Remove what an earlier release wrote by default: the user did not choose those sections."""
+    """Remove the sections that an earlier release wrote by default and the user did not choose."""
     try:
         spec = parse_run_spec_bytes(json.dumps(document).encode())
     except MessageError:

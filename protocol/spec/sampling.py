@@ -1,4 +1,4 @@
-"""Draws of an epoch's samples, if an epoch is not one pass over all samples.
+"""How the samples of an epoch are drawn, if an epoch is not one pass over all samples.
 
 `Sampling` is part of the manifest, since all workers must agree on the weights, and an audit
 repeats the draws. Weights are whole numbers, so that draws are exact on every machine.
@@ -20,7 +20,7 @@ from protocol.base import limits
 from protocol.base.errors import DataError, MessageError
 
 WEIGHT_STEPS: Final = 2**32 - 1
-"""The largest weight; the other weights are rounded to multiples of 1 / (2^32 - 1) of it."""
+"""The integer of the largest weight; the others are rounded in proportion to it."""
 _PACKED_CHARACTERS: Final = limits.BODY_BYTES // 2
 _TYPE: Final = np.dtype("<u4")
 

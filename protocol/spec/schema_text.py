@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from protocol.base.errors import UsageError
 from protocol.spec.run_spec import RUN_VARIANTS, RunSpec
-from protocol.spec.sections.section import TaggedUnion, flat, has_key, model_at
+from protocol.spec.sections.section import TaggedUnion, base_of, has_key, model_at
 
 _SUGGESTIONS: Final = 5
 """Number of similar keys that an error suggests."""
@@ -86,7 +86,7 @@ class Key:
 
 
 def schema_lines(like: str = "") -> list[str]:
-    """Return a line for each key, in the order of the sections; with `like`, for matching keys.
+    """Return a line for each key, in the order of the sections; with `like`, only for similar keys.
 
     Raises:
         UsageError: No key matches; the error names the most similar ones.
@@ -113,21 +113,22 @@ def _keys_of(model: type[BaseModel], parents: list[str]) -> Iterator[Key]:
             if path == [RUN_VARIANTS.key]
             else _variants_with(path)
         )
-        choices, kind = ("", "") if section is not None else (_choices(field), _type(field))
+        choices, type_name = ("", "") if section is not None else (_choices(field), _type(field))
         if "|" in tags:  # this key selects the variant
-            choices, kind, tags = tags, "", ""
+            choices, type_name, tags = tags, "", ""
         if section is None:
             default, meaning = _default(field), field.description or ""
         else:
             default = "-" if field.default is None else ""
-            meaning = (flat(section).__doc__ or "").strip().partition("\n")[0]
-        yield Key(".".join(path), section is not None, choices, kind, default, tags, meaning)
+            meaning = (base_of(section).__doc__ or "").strip().partition("\n")[0]
+        yield Key(".".join(path), section is not None, choices, type_name, default, tags, meaning)
         if section is not None:
-            yield from _keys_of(flat(section), path)
+            yield from _keys_of(base_of(section), path)
 
 
 def _variants_with(path: list[str]) -> str:
-    """Return which variants have a key; empty if all have it, or if the section's line says so.
+    """Describe the variants that have a key; empty if all have it, or if its section's line says
+    so.
 
     A user-defined task has every key.
     """
@@ -179,8 +180,8 @@ def _choices(field: FieldInfo) -> str:
     """Return the literal values and the other types of a union with them; else the bounds."""
     if not (literals := _literals(field)):
         return _range(field)
-    kinds = [_type_name(member) for member in _members(field.annotation)]
-    return " | ".join([*literals, *filter(None, dict.fromkeys(kinds))])
+    type_names = [_type_name(member) for member in _members(field.annotation)]
+    return " | ".join([*literals, *filter(None, dict.fromkeys(type_names))])
 
 
 def _type(field: FieldInfo) -> str:
@@ -235,12 +236,12 @@ def _matching_keys(keys: list[Key], like: str) -> list[Key]:
     matches = [key for key in keys if key.name == initials or words in key.text]
     if matches:
         return matches
-    similar = sorted(keys, key=lambda key: _closeness(like, key.name), reverse=True)[:_SUGGESTIONS]
+    similar = sorted(keys, key=lambda key: _similarity(like, key.name), reverse=True)[:_SUGGESTIONS]
     raise UsageError(
         f"expected a key of a run spec, got {like!r}; the most similar are "
         f"{', '.join(key.path for key in similar)}; see all with: coordinator schema --text"
     )
 
 
-def _closeness(like: str, name: str) -> float:
+def _similarity(like: str, name: str) -> float:
     return difflib.SequenceMatcher(None, like, name).ratio()

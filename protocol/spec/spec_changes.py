@@ -1,7 +1,6 @@
-"""The keys of the run spec that a resumed run may change, and why it may not change the others.
+"""Keys of the run spec that a resumed run may change, and the reasons for refusing the others.
 
-A key may change only if committed steps and state stay valid. Later steps then follow the new run
-spec.
+A key may change only if committed steps and state stay valid. Later steps follow the new run spec.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ MAY_CHANGE: Final = {
     "stop": "when the run ends early; evaluations so far count",
     "double_check_every": "how often two workers compute the same",
 }
-"""What changes with each key; a section stands for its keys."""
+"""The effect of each key; a section stands for its keys."""
 
 _SCHEDULE_KEYS: Final = {
     "min_lr_ratio", "power", "cycles", "rise_ratio", "start_lr_ratio", "milestones", "gamma",
@@ -65,7 +64,7 @@ _NEW_RUN: Final = (
 )
 
 
-def changed_spec(
+def apply_changes(
     spec: RunSpec, changes: Sequence[str] | RunSpec
 ) -> tuple[RunSpec, tuple[str, ...]]:
     """Change the spec of a run that is to be resumed.
@@ -122,25 +121,27 @@ def refused_change(spec: RunSpec, new: RunSpec) -> str:
 def changes_between(spec: RunSpec, new: RunSpec) -> Iterator[str]:
     """Yield a line for each difference, such as `steps: 10 -> 20`."""
     for key, old_value, new_value in _differences(spec, new):
-        yield f"{key}: {_text(old_value)} -> {_text(new_value)}"
+        yield f"{key}: {_format_value(old_value)} -> {_format_value(new_value)}"
 
 
 def _differences(spec: RunSpec, new: RunSpec) -> Iterator[tuple[str, Any, Any]]:
-    old_keys, new_keys = (dict(_flat(run_spec.model_dump(mode="json"))) for run_spec in (spec, new))
+    old_keys, new_keys = (
+        dict(_flatten(run_spec.model_dump(mode="json"))) for run_spec in (spec, new)
+    )
     for key in sorted(old_keys | new_keys):
         old_value, new_value = old_keys.get(key), new_keys.get(key)
         if old_value != new_value:
             yield key, old_value, new_value
 
 
-def _flat(document: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(document: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in document.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     text = "not set" if value is None else json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

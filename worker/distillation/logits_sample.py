@@ -11,9 +11,10 @@ import numpy as np
 
 from protocol.base.errors import DataError
 from protocol.datasets.capture_check import TOKENIZER, changed_file_error
-from protocol.datasets.capture_index import INDEX, read_index
+from protocol.datasets.capture_index import read_index
 from protocol.datasets.logits_file import LogitsFile, Records
 from protocol.spec.files.file_digest import file_digest
+from protocol.spec.files.run_files import CAPTURE_INDEX
 from protocol.spec.manifest import CaptureLayout
 
 TokenText = Callable[[int], str]
@@ -62,7 +63,7 @@ def _check_digest(path: Path) -> None:
     Raises:
         DataError: The file's digest is not the one in the index, or the file cannot be read.
     """
-    if not (path.parent / INDEX).exists():
+    if not (path.parent / CAPTURE_INDEX).exists():
         return
     listed_digests = {file.name: file.digest for file in read_index(path.parent).files}
     try:

@@ -22,8 +22,8 @@ def is_file(texts: Sequence[str]) -> bool:
         return False
     if "\n" not in texts[0] and len(texts[0]) < 4_096 and Path(texts[0]).is_file():
         return True
-    file_types = (*sources.ROW_KINDS, "txt")
-    if sources.kind_of(Path(texts[0])) in file_types and not any(map(str.isspace, texts[0])):
+    file_types = (*sources.ROW_FORMATS, "txt")
+    if sources.file_format(Path(texts[0])) in file_types and not any(map(str.isspace, texts[0])):
         raise DataError(f"expected a file of texts at {texts[0]!r}, found none; check the path")
     return False
 
@@ -61,7 +61,7 @@ def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
                     "--column NAME"
                 )
 
-    if sources.kind_of(path) in sources.ROW_KINDS:
+    if sources.file_format(path) in sources.ROW_FORMATS:
         bad_rows = BadRows(skip=False)
         fields = {name: name for name in columns}
         for location, record in read_rows([path], fields, columns, bad_rows, check):

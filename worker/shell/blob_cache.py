@@ -114,7 +114,7 @@ class BlobCache:
     def find(self, digest: str, size: int) -> Path | None:
         """Return the complete file's path, if it is here and its digest is still right."""
         path = self._path(digest)
-        return path if self._digests.holds(path, size, digest) else None
+        return path if self._digests.matches(path, size, digest) else None
 
     def part_bytes(self, digest: str) -> int:
         """Return how many bytes an earlier attempt or another worker has fetched."""

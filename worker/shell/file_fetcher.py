@@ -160,7 +160,7 @@ class FileFetcher:
                 if file.digest in action.deferred_digests:
                     continue
                 path = local.get(file.name)
-                if path is None or not self._digests.holds(path, file.size, file.digest):
+                if path is None or not self._digests.matches(path, file.size, file.digest):
                     path = cache.find(file.digest, file.size)
                 if path is not None:
                     locations[source.role, file.name] = path

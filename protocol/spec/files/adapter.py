@@ -20,7 +20,7 @@ ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 _UNSUPPORTED: Final = ("layers_to_transform", "layers_pattern", "exclude_modules")
 """Config keys of LoRA variants that runs do not support."""
 _SHOWN_LABELS: Final = 10
-"""Most labels in a message."""
+"""Maximum number of labels in a message."""
 
 
 def adapter_directory(source: str) -> Path:
@@ -52,7 +52,7 @@ def adapter_config(directory: Path) -> dict[str, Any]:
         raise DataError(f"cannot read the adapter's {str(path)!r}: {error}") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise DataError(
-            f"expected a LoRA adapter in {str(path)!r}, got another kind; remove model.adapter to "
+            f"expected a LoRA adapter in {str(path)!r}, got another type; remove model.adapter to "
             "train a new one"
         )
     unsupported = [key for key in _UNSUPPORTED if config.get(key)]
@@ -183,27 +183,27 @@ def check_labels(spec: RunSpec, labels: Sequence[str]) -> None:
     if model is None or model.source is None:
         return
     if model.adapter is not None:
-        kind, directory = "adapter", adapter_directory(model.adapter)
+        noun, directory = "adapter", adapter_directory(model.adapter)
     else:
-        kind, directory = "model", Path(model_source(model.source))
+        noun, directory = "model", Path(model_source(model.source))
     trained_labels = EarlierRun.read(directory).labels
     if not trained_labels or trained_labels == tuple(labels):
         return
     key = "init_from" if spec.init_from is not None else "model.adapter"
-    base = json.dumps(model.source) if kind == "adapter" else "BASE (its base model)"
+    base = json.dumps(model.source) if noun == "adapter" else "BASE (its base model)"
     new_head = f"--set model.source={base}"
-    if kind == "adapter" or spec.init_from is not None:
+    if noun == "adapter" or spec.init_from is not None:
         new_head = f"leave out {key}, {new_head}"
     has = _list_from_difference(labels, trained_labels)
     expected = _list_from_difference(trained_labels, labels)
     raise DataError(
-        f"the {kind} in {str(directory)!r} was trained for the labels {expected}, the data has "
+        f"the {noun} in {str(directory)!r} was trained for the labels {expected}, the data has "
         f"{has}: use data with the same labels, or start with a new head: {new_head}"
     )
 
 
 def _list_from_difference(labels: Sequence[str], others: Sequence[str]) -> str:
-    """Format a list; if it is long, only labels from the first difference to the other list on."""
+    """Format a list of labels; of a long one, only those from the first difference on."""
     if len(labels) <= _SHOWN_LABELS:
         return str([*labels])
     start = next(

@@ -22,7 +22,7 @@ _PLAIN_FLAGS: Final = (
     | getattr(os, "O_NONBLOCK", 0)
     | getattr(os, "O_BINARY", 0)
 )
-"""Windows has only the last of these."""
+"""Windows has only the first and the last of these."""
 _TICK_NS: Final = 100_000_000
 """Longer than a tick of any file system's clock."""
 
@@ -57,23 +57,23 @@ def open_plain(path: Path) -> io.FileIO:
     file = io.FileIO(os.open(path, _PLAIN_FLAGS), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError(errno.EINVAL, "expected a regular file, got another kind", str(path))
+        raise OSError(errno.EINVAL, "expected a regular file, got another type", str(path))
     return file
 
 
-def identity(status: os.stat_result) -> tuple[int, ...]:
+def file_identity(status: os.stat_result) -> tuple[int, ...]:
     """Return values that change when a file is edited, replaced or restored from a copy."""
     times = (status.st_mtime_ns, status.st_ctime_ns)
     return (status.st_size, *times, status.st_ino, status.st_dev)
 
 
 def lasting_identity(status: os.stat_result, now_ns: int) -> tuple[int, ...]:
-    """Return the file's identity if every later change will alter it, else ().
+    """Return the file's identity if every later change alters it, else an empty tuple.
 
     Two writes within one tick of the file system's clock give the same identity.
     """
     changed_ns = max(status.st_mtime_ns, status.st_ctime_ns)
-    return identity(status) if changed_ns < now_ns - _TICK_NS else ()
+    return file_identity(status) if changed_ns < now_ns - _TICK_NS else ()
 
 
 class FileDigests:
@@ -83,13 +83,13 @@ class FileDigests:
         self._digests: dict[Path, tuple[tuple[int, ...], str]] = {}
         self._lock = threading.Lock()
 
-    def holds(self, path: Path, size: int, digest: str) -> bool:
+    def matches(self, path: Path, size: int, digest: str) -> bool:
         """Return whether the path is a readable file of this size and digest."""
         try:
             status = path.stat()
             if status.st_size != size:
                 return False
-            key = identity(status)
+            key = file_identity(status)
             with self._lock:
                 cached_key, cached_digest = self._digests.get(path, ((), ""))
             if cached_key != key:
@@ -103,7 +103,7 @@ class FileDigests:
     def remember(self, path: Path, digest: str) -> None:
         """Cache the digest of a file that has just been written."""
         try:
-            key = identity(path.stat())
+            key = file_identity(path.stat())
         except OSError:
             return
         with self._lock:

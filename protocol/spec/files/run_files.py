@@ -1,8 +1,8 @@
 """Find the files that a run's task reads, with the same result on the coordinator and on workers.
 
 Only files that the task reads are listed: in a model's directory the configuration, the weights in
-safetensors and the tokenizer, but nothing that could run code. Each worker resolves hub names and
-the sources of a user-defined task itself, except a data file that is named by its path.
+safetensors and the tokenizer, but no file that can run code. Each worker resolves hub names and the
+sources of a user-defined task itself, except a data file that is named by its path.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SourceFiles:
     """The local files of one source of a run spec.
 
     Attributes:
-        role: The purpose of the files.
+        role: The purpose for which the task reads the files.
         source: The source in the run spec.
         form: Whether the task opens a single file or a directory.
         files: Each file's name within the source and its local path, sorted by name.
@@ -58,7 +58,9 @@ class SourceFiles:
 
 
 def source_files(spec: RunSpec, role: Role) -> SourceFiles | None:
-    """Find the files of a role; None if there are none, or each worker finds the files itself.
+    """Find the files of a role.
+
+    None if the run spec names no source for the role, or if each worker finds the files itself.
 
     Raises:
         DataError: The source is missing, or its files cannot be used.
@@ -84,7 +86,9 @@ def source_files(spec: RunSpec, role: Role) -> SourceFiles | None:
     if not path.is_dir():
         return None
     # A tokenizer needs the model's config too: it may name the class and the special tokens.
-    names = _model_files(path, source) if role == "model" else _existing(path, _CONFIGURATION[:1])
+    names = (
+        _model_files(path, source) if role == "model" else _existing_names(path, _CONFIGURATION[:1])
+    )
     tokenizer_names = _tokenizer_files(path)
     needs_vocabulary = role == "tokenizer" or spec.tokenizer is None
     if needs_vocabulary and not sources.has_vocabulary(tokenizer_names):
@@ -135,7 +139,7 @@ def _data_files(spec: RunSpec, data: DataSpec) -> SourceFiles | None:
         return _single_file("data", data.train, paths[0])
     is_named = path.is_dir() and data.train != sources.PYTHON_STDLIB
     top = path if is_named else Path(os.path.commonpath([file.parent for file in paths]))
-    files = [(_valid_name(file.relative_to(top).as_posix()), file) for file in paths]
+    files = [(_check_name(file.relative_to(top).as_posix()), file) for file in paths]
     return SourceFiles("data", data.train, "directory", tuple(files))
 
 
@@ -149,12 +153,12 @@ def _capture_files(data: DataSpec, path: Path) -> SourceFiles:
     logits = [file.name for file in path.iterdir() if file.suffix == LOGITS_SUFFIX]
     names = sorted({CAPTURE_INDEX, *logits, *_tokenizer_files(path)})
     return SourceFiles(
-        "data", data.train, "directory", tuple((_valid_name(n), path / n) for n in names)
+        "data", data.train, "directory", tuple((_check_name(n), path / n) for n in names)
     )
 
 
 def _single_file(role: Role, source: str, path: Path) -> SourceFiles:
-    return SourceFiles(role, source, "file", ((_valid_name(path.name), path),))
+    return SourceFiles(role, source, "file", ((_check_name(path.name), path),))
 
 
 def _model_files(directory: Path, source: str) -> list[str]:
@@ -163,7 +167,7 @@ def _model_files(directory: Path, source: str) -> list[str]:
     Raises:
         DataError: There are no weights that can be read without running code.
     """
-    names = _existing(directory, _CONFIGURATION)
+    names = _existing_names(directory, _CONFIGURATION)
     if (directory / _WEIGHTS).is_file():
         return [*names, _WEIGHTS]
     if (directory / _INDEX).is_file():
@@ -174,7 +178,7 @@ def _model_files(directory: Path, source: str) -> list[str]:
             f"expected weights as .safetensors in {source!r}, found none; convert pickled weights "
             "(.bin, .pt), which can run code and are not read"
         )
-    return names + [_valid_name(name) for name in weights]
+    return names + [_check_name(name) for name in weights]
 
 
 def _shards(index: Path) -> Sequence[str]:
@@ -184,7 +188,7 @@ def _shards(index: Path) -> Sequence[str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"cannot read the index of weights {str(index)!r}: {error}") from None
     for name in names:
-        if "/" in _valid_name(name):
+        if "/" in _check_name(name):
             raise DataError(f"expected plain file names in {str(index)!r}, got {name!r}")
         if not (index.parent / name).is_file():
             raise DataError(f"expected {name!r}, which {str(index)!r} names, found no such file")
@@ -193,14 +197,14 @@ def _shards(index: Path) -> Sequence[str]:
 
 def _tokenizer_files(directory: Path) -> list[str]:
     suffixed = (p.name for p in directory.iterdir() if p.suffix in sources.TOKENIZER_SUFFIXES)
-    return _existing(directory, (*_TOKENIZER, *suffixed))
+    return _existing_names(directory, (*_TOKENIZER, *suffixed))
 
 
-def _existing(directory: Path, names: Iterable[str]) -> list[str]:
+def _existing_names(directory: Path, names: Iterable[str]) -> list[str]:
     return [name for name in names if (directory / name).is_file()]
 
 
-def _valid_name(name: str) -> str:
+def _check_name(name: str) -> str:
     if fault := name_fault(name):
         raise DataError(f"the file {name!r} cannot be sent to workers: {fault}; rename it")
     return name

@@ -19,21 +19,23 @@ from typing import Final
 
 from protocol.base.errors import DataError
 from protocol.base.regular_file import read_json
-from protocol.spec.sections.data import USUAL_PATTERN
+from protocol.spec.sections.data import DEFAULT_PATTERN
 
 PACKAGE: Final = "package:"
 TEXT_SUFFIXES: Final = (".jsonl", ".csv", ".tsv")
-ROW_KINDS: Final = ("jsonl", "json", "csv", "tsv", "parquet", "arrow")
-"""Kinds of files with rows, named by their suffix, which `.gz` or `.zst` may follow."""
-ROW_KINDS_SHOWN: Final = "".join(f".{kind}, " for kind in ROW_KINDS) + "perhaps with .gz or .zst"
+ROW_FORMATS: Final = ("jsonl", "json", "csv", "tsv", "parquet", "arrow")
+"""Formats of files with rows, named by their suffix, which `.gz` or `.zst` may follow."""
+ROW_FORMATS_TEXT: Final = (
+    "".join(f".{format_name}, " for format_name in ROW_FORMATS) + "perhaps with .gz or .zst"
+)
 _COMPRESSED: Final = (".gz", ".zst", ".zstd")
-_SAME_KIND: Final = {"ndjson": "jsonl", "jsonlines": "jsonl"}
+_FORMAT_ALIASES: Final = {"ndjson": "jsonl", "jsonlines": "jsonl"}
 _SAVED_STATE: Final = "state.json"
 """File that lists the other files of a data set that the library `datasets` saved."""
 _SAVED_SPLITS: Final = "dataset_dict.json"
 CORPUS_SUFFIXES: Final = (".jsonl", ".txt")
 PYTHON_STDLIB: Final = "python-stdlib"
-"""The top-level modules of Python's standard library: some 4.7 MB of text, always available."""
+"""The source of Python's top-level standard modules: about 4.7 MB of text, available everywhere."""
 GGUF: Final = ".gguf"
 TOKENIZER_SUFFIXES: Final = (".model", ".spm", ".tiktoken")
 _VOCABULARIES: Final = ("tokenizer.json", "vocab.json", "vocab.txt")
@@ -65,7 +67,7 @@ def tokenizer_source(source: str) -> str:
     Raises:
         DataError: There is no such directory, or it does not contain a tokenizer.
     """
-    path = expanded(source)
+    path = expand_home(source)
     if path.is_dir() and has_vocabulary(file.name for file in path.iterdir()):
         return str(path)
     return model_source(source)
@@ -87,7 +89,7 @@ def model_source(source: str) -> str:
     """
     if source.startswith(PACKAGE):
         return str(_model_in_package(source.removeprefix(PACKAGE)))
-    path = expanded(source)
+    path = expand_home(source)
     if path.is_dir():
         if (path / "config.json").is_file():
             return str(path)
@@ -139,7 +141,7 @@ def text_source(source: str) -> Path:
                 "name a file instead: --set data.train=FILE"
             )
         return paths[0]
-    path = expanded(source)
+    path = expand_home(source)
     if path.exists() and not path.is_file():
         raise DataError(
             f"expected a regular file at {source!r}, got a pipe or device; save its content to a "
@@ -152,11 +154,11 @@ def text_source(source: str) -> Path:
     return path
 
 
-def kind_of(path: Path) -> str:
-    """Return a file's kind, such as one of `ROW_KINDS`, by its suffix before `.gz` or `.zst`."""
+def file_format(path: Path) -> str:
+    """Return a file's format by its suffix before `.gz` or `.zst`, such as one of `ROW_FORMATS`."""
     name = path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path
-    kind = name.suffix.lower().removeprefix(".")
-    return _SAME_KIND.get(kind, kind)
+    format_name = name.suffix.lower().removeprefix(".")
+    return _FORMAT_ALIASES.get(format_name, format_name)
 
 
 def row_files(source: str, *, class_folders: bool = False) -> list[Path]:
@@ -168,9 +170,9 @@ def row_files(source: str, *, class_folders: bool = False) -> list[Path]:
         class_folders: Whether the directory may contain a folder of text files for each class.
 
     Raises:
-        DataError: There are no such files, or they are of several kinds.
+        DataError: There are no such files, or they have several formats.
     """
-    path = expanded(source)
+    path = expand_home(source)
     if source.startswith(PACKAGE) or not (path.is_dir() or is_pattern(source)):
         return [text_source(source)]
     if not path.is_dir():
@@ -183,19 +185,19 @@ def row_files(source: str, *, class_folders: bool = False) -> list[Path]:
         )
     if (path / _SAVED_STATE).is_file():
         return _saved_files(path)
-    paths = [file for file in _visible_files(path) if kind_of(file) in ROW_KINDS]
+    paths = [file for file in _visible_files(path) if file_format(file) in ROW_FORMATS]
     if not paths and class_folders:
         paths = [file for file in _visible_files(path) if file.parent != path]
     if not paths:
         raise DataError(
-            f"expected files of rows ({ROW_KINDS_SHOWN}) in {source!r}, found none; name them: "
+            f"expected files of rows ({ROW_FORMATS_TEXT}) in {source!r}, found none; name them: "
             "--set data.train=FILE"
         )
-    kinds = sorted({kind_of(file) for file in paths})
-    if len(kinds) > 1 and kinds[0] in ROW_KINDS:
+    formats = sorted({file_format(file) for file in paths})
+    if len(formats) > 1 and formats[0] in ROW_FORMATS:
         raise DataError(
-            f"expected files of one kind in {source!r}, found {' and '.join(kinds)}; name the "
-            f"files of one kind: --set data.train='{path}/*.{kinds[-1]}'"
+            f"expected files of one format in {source!r}, found {' and '.join(formats)}; name the "
+            f"files of one format: --set data.train='{path}/*.{formats[-1]}'"
         )
     return paths
 
@@ -226,7 +228,7 @@ def _visible_files(directory: Path) -> list[Path]:
 
 def is_pattern(source: str) -> bool:
     """Return whether a source is a pattern of file names rather than one name."""
-    path = expanded(source)
+    path = expand_home(source)
     return glob.has_magic(source) and not path.exists()
 
 
@@ -248,19 +250,19 @@ def pattern_files(source: str) -> list[Path]:
 
 def fixed_directory(source: str) -> Path:
     """Return the directory of a pattern, up to its first wildcard."""
-    parts = expanded(source).parts
+    parts = expand_home(source).parts
     fixed = itertools.takewhile(lambda part: not glob.has_magic(part), parts)
     return Path(*fixed)
 
 
-def expanded(source: str) -> Path:
+def expand_home(source: str) -> Path:
     """Return the path that a source names; an unknown `~name` is not expanded."""
     return Path(os.path.expanduser(source))  # noqa: PTH111  (`Path.expanduser` raises)
 
 
 def is_directory(source: str) -> bool:
     """Return whether a source is a directory on this machine."""
-    return expanded(source).is_dir()
+    return expand_home(source).is_dir()
 
 
 def corpus_files(source: str, pattern: str) -> list[Path]:
@@ -282,15 +284,15 @@ def corpus_files(source: str, pattern: str) -> list[Path]:
         paths = [file for file in paths if not file.parent.name.endswith(".dist-info")]
         paths.sort(key=Path.as_posix)
     else:
-        path = expanded(source)
+        path = expand_home(source)
         if not path.is_dir():
             return pattern_files(source) if is_pattern(source) else [text_source(source)]
         if ".." in Path(pattern).parts or Path(pattern).is_absolute():
             raise DataError(f"expected data.pattern to stay inside {source!r}, got {pattern!r}")
         paths = [file for file in path.rglob(pattern) if file.is_file()]
         paths.sort(key=lambda file: file.relative_to(path).as_posix())
-        if not paths and pattern == USUAL_PATTERN:
-            paths = [file for file in _visible_files(path) if kind_of(file) in ROW_KINDS]
+        if not paths and pattern == DEFAULT_PATTERN:
+            paths = [file for file in _visible_files(path) if file_format(file) in ROW_FORMATS]
     if not paths:
         expected = ", ".join(CORPUS_SUFFIXES) if source.startswith(PACKAGE) else repr(pattern)
         raise DataError(

@@ -14,7 +14,7 @@ from protocol.spec.sections.section import KeyFault, Needs, OmittedByDefault, Se
 LOGITS_SUFFIX: Final = ".parquet"
 """Suffix of files with captured logits."""
 
-USUAL_PATTERN: Final = "*.txt"
+DEFAULT_PATTERN: Final = "*.txt"
 """Default pattern of files of running text; in a directory without such files, files of rows are
 read."""
 COLUMNS_OF_FORMAT: Final[dict[str, tuple[str, ...]]] = {
@@ -58,7 +58,7 @@ class DataSpec(Section):
     text: str = Field("text", description="column or key of the text")
     label: str = Field("label", description="column or key of the label")
     pattern: str = Field(
-        USUAL_PATTERN, min_length=1, description="files of a directory to read, at any depth"
+        DEFAULT_PATTERN, min_length=1, description="files of a directory to read, at any depth"
     )
     validation: str | None = Field(
         None, description="separate evaluation data instead of a held-out share; named as train"

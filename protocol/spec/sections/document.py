@@ -19,7 +19,7 @@ _MAX_EXACT_FLOAT: Final = 2**53
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without surprises: no duplicate keys, 1e-3 is a number, no octal or base 60."""
+    """A YAML loader that refuses duplicate keys, octal and base 60, and reads 1e-3 as a number."""
 
     _depth = 0
 

@@ -1,4 +1,4 @@
-"""The sections `exchange` and `replicas` of a run spec: what machines exchange, and how.
+"""The sections `exchange` and `replicas` of a run spec: the data that machines exchange.
 
 Without `replicas`, workers exchange the gradients of every step. With it (DiLoCo: Douillard et al.
 2023, arXiv:2311.08105) the run has K logical replicas. In a round each replica takes H inner steps
@@ -24,7 +24,7 @@ DenseCodec = Literal["float32", "bfloat16", "int8", "int4"]
 _WORKER_DEPENDENT_KEYS: Final = (
     "quorum", "min_replicas", "asynchronous", "async", "staleness", "timeout_s", "merging",
 )  # fmt: skip
-"""Keys of other systems whose results depend on which workers take part."""
+"""Keys of other systems, in which results depend on the workers that take part."""
 _SPEED_DEPENDENT_VALUES: Final = ("auto", "measured", "dynamic", "adaptive")
 """Values of `inner_steps` in other systems that depend on the speed of workers."""
 

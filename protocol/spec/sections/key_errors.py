@@ -13,16 +13,16 @@ from protocol.spec.sections.section import (
     KeyFault,
     Model,
     TaggedUnion,
-    flat,
+    base_of,
     has_key,
-    listed,
+    join_words,
     model_at,
 )
 
 NAME_PATTERN: Final = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,53}$"
 
 _SHOWN_MISTAKES: Final = 5
-"""Most mistakes in one message."""
+"""Maximum number of mistakes in one message."""
 _BOUNDS: Final = {
     "greater_than": ("gt", "above"),
     "greater_than_equal": ("ge", "of at least"),
@@ -62,7 +62,8 @@ class _Location:
     Attributes:
         keys: The path of keys.
         model: The section or union there; None for a value or an unknown key.
-        unions: Each union on the path, with its tag in the document and the number of keys before.
+        unions: Each union on the path, with its tag in the document and the number of keys before
+            it.
     """
 
     def __init__(self, model: Model, location: Iterable[Any]) -> None:
@@ -153,7 +154,7 @@ def _text(model: Model, location: _Location, mistake: Any) -> str:
 
 
 def expected_words(mistake: Any) -> str:
-    """Return what one of pydantic's errors expected."""
+    """Return the expectation that one of pydantic's errors reports, such as `expected a number`."""
     limits = mistake.get("ctx") or {}
     if mistake["type"] in _BOUNDS:
         bound, words = _BOUNDS[mistake["type"]]
@@ -182,7 +183,7 @@ def _key_of_other_variant(location: _Location) -> str:
         expected = f"; expected one of {', '.join(own_keys)}" if own_keys else ""
         key = ".".join([*location.keys[:start], union.key])
         advice = _ADVICE.get(location.path) if len(rest) > 1 else ""
-        remedy = advice or f"remove it, or set {key} to {listed(others)}"
+        remedy = advice or f"remove it, or set {key} to {join_words(others)}"
         return f"{location.path}: {name} has no {'.'.join(rest)!r}{expected}; {remedy}"
     return ""
 
@@ -204,7 +205,7 @@ def _unknown_tag(location: _Location, document: Any) -> str:
     tag_key = location.within(tagged.key)
     if tagged.key not in document:
         # The tag's key may be misspelled, and without it the variant is unknown.
-        fields = flat(tagged).model_fields
+        fields = base_of(tagged).model_fields
         unknown = [key for key in document if key not in fields]
         mistakes = [
             f"unknown key {location.within(key)!r}{_did_you_mean(key, fields)}" for key in unknown
@@ -215,7 +216,7 @@ def _unknown_tag(location: _Location, document: Any) -> str:
         return f"{tag_key}: {refusal}"
     hint = _did_you_mean(str(value), tags)
     suffix = " of your own" if TaggedUnion.OTHER in tags else ""
-    return f"{tag_key}: expected {listed(tags)}{suffix}, got {json.dumps(value)[:80]}{hint}"
+    return f"{tag_key}: expected {join_words(tags)}{suffix}, got {json.dumps(value)[:80]}{hint}"
 
 
 def _did_you_mean(word: str, words: Iterable[str]) -> str:
@@ -224,9 +225,11 @@ def _did_you_mean(word: str, words: Iterable[str]) -> str:
 
 
 def _hint(model: Model, location: _Location) -> str:
-    """Suggest the intended key: a similar one, or one with these initials, in any section."""
+    """Suggest the intended key: a similar key, or a key with these initials, in any section."""
     *parents, key = location.keys
-    root = location.unions[0][0].variants[location.unions[0][1]] if location.unions else flat(model)
+    root = (
+        location.unions[0][0].variants[location.unions[0][1]] if location.unions else base_of(model)
+    )
     in_this_section = _keys_at(root, parents)
     keys_by_path = [(name, name) for name in root.model_fields]
     for section in root.model_fields:
@@ -252,5 +255,5 @@ def _keys_at(model: type[BaseModel], parents: Iterable[str]) -> list[str]:
         inner = model_at(model, parent)
         if inner is None:
             return []
-        model = flat(inner)
+        model = base_of(inner)
     return list(model.model_fields)

@@ -26,9 +26,9 @@ _INEXACT: Final = {
     "muon": "it orthogonalizes each matrix by some fifteen matrix products, and the order in which "
     "a library adds their terms differs between processors and cards, so replicas would differ "
     "after one step",
-    "8bit": "its quantized state depends on one library's kernels on one kind of card",
+    "8bit": "its quantized state depends on one library's kernels on one family of cards",
 }
-"""Optimizers that users ask for, and why replicas could not agree on their bits."""
+"""Optimizers that users request, and why replicas cannot agree on their bits."""
 
 
 def _refusal(name: str) -> str:

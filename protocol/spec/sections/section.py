@@ -52,8 +52,8 @@ class Needs:
 
     Attributes:
         key: The other key.
-        values: The values that give this key an effect: if empty, any but null, false and zero;
-            (None,) stands for null.
+        values: Values of the other key that give this key an effect; empty: all except null, false
+            and zero. (None,) stands for null.
         advice: Further advice to the user.
     """
 
@@ -69,9 +69,11 @@ class Needs:
         """
         return value in self.values if self.values else bool(value)
 
-    def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
         """See pydantic; the validator is called only if the document has the key."""
-        return core_schema.with_info_after_validator_function(self._check, handler(kind))
+        return core_schema.with_info_after_validator_function(self._check, handler(source))
 
     def _check(self, value: Any, info: ValidationInfo) -> Any:
         has_no_effect = self.key in info.data and not self.is_met(info.data[self.key])
@@ -80,7 +82,7 @@ class Needs:
         if self.values == (None,):
             raise ValueError(f"has no effect with {self.key}, got both; remove one{self.advice}")
         words = [word for word in self.values if word is not None]
-        condition = " ".join([self.key, *filter(None, [listed(words)])])
+        condition = " ".join([self.key, *filter(None, [join_words(words)])])
         raise ValueError(
             f"has an effect only with {condition}, got {info.data[self.key]}; "
             f"remove it, or set {' to '.join([self.key, *words[:1]])}"
@@ -95,7 +97,7 @@ class OmittedByDefault:
     """
 
 
-def listed(words: Sequence[str]) -> str:
+def join_words(words: Sequence[str]) -> str:
     """Join words: `a, b or c`."""
     return " or ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
@@ -186,14 +188,14 @@ def model_at(model: type[BaseModel], key: str) -> Model | None:
     field = model.model_fields.get(key)
     if field is None:
         return None
-    kinds = [field.annotation, *get_args(field.annotation)]
-    sections = [item for item in kinds if isinstance(item, type) and issubclass(item, BaseModel)]
+    types = [field.annotation, *get_args(field.annotation)]
+    sections = [item for item in types if isinstance(item, type) and issubclass(item, BaseModel)]
     tags = [item for item in field.metadata if isinstance(item, TaggedUnion)]
     return tags[0] if tags else next(iter(sections), None)
 
 
-def flat(model: Model) -> type[BaseModel]:
-    """Return the class that has every key: a union's base."""
+def base_of(model: Model) -> type[BaseModel]:
+    """Return the class that has every key: the section itself, or the base of a union."""
     return (
         next(iter(model.variants.values())).__mro__[1] if isinstance(model, TaggedUnion) else model
     )

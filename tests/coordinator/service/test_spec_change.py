@@ -14,7 +14,7 @@ from coordinator.storage.directory.run_directory import RunDirectory
 from coordinator.storage.file_digests import lock_directory
 from protocol.base.errors import RunSpecError, UsageError
 from protocol.spec.files.run_spec_file import load_run_spec
-from protocol.spec.spec_changes import changed_spec
+from protocol.spec.spec_changes import apply_changes
 from tests.cluster import RUNS
 from tests.durable_run import read_journal
 from tests.live_service import live_service, run_undisturbed, scripted_spec
@@ -110,34 +110,34 @@ async def test_crash_between_the_file_and_the_journal_is_repaired(tmp_path):
 )
 def test_keys_that_the_state_depends_on_cannot_change(change, text):
     with pytest.raises(UsageError, match=text):
-        changed_spec(spec_of(), [change])
+        apply_changes(spec_of(), [change])
 
 
 def test_every_sample_run_spec_may_change_its_length():
     for path in sorted(RUNS.glob("*.yaml")):
         spec = load_run_spec(path)
         key = "steps" if spec.epochs is None else "epochs"
-        new, changes = changed_spec(spec, [f"{key}=77"])
+        new, changes = apply_changes(spec, [f"{key}=77"])
         assert [each.partition(":")[0] for each in changes] == [key], path
         assert new == spec.model_copy(update={key: 77})
-        assert changed_spec(spec, []) == (spec, ())
+        assert apply_changes(spec, []) == (spec, ())
 
 
 def test_schedule_can_change():
     linear = scripted_spec(
         optimizer={"schedule": "linear", "min_lr_ratio": 0.1, "warmup_steps": 2}, evaluate_every=2
     )
-    assert changed_spec(linear, ["steps=4"]) == (linear, ())
-    new, changes = changed_spec(linear, ["optimizer.schedule=constant"])
+    assert apply_changes(linear, ["steps=4"]) == (linear, ())
+    new, changes = apply_changes(linear, ["optimizer.schedule=constant"])
     assert new.optimizer.schedule == "constant"
     assert changes == (
         "optimizer.min_lr_ratio: 0.1 -> not set", 'optimizer.schedule: "linear" -> "constant"',
     )  # fmt: skip
     schedule_free = scripted_spec(optimizer={"name": "schedule-free"})
     with pytest.raises(UsageError, match="schedule-free weighs its average by the rates"):
-        changed_spec(schedule_free, ["optimizer.lr=0.5"])
+        apply_changes(schedule_free, ["optimizer.lr=0.5"])
     with pytest.raises(RunSpecError, match=r"optimizer[.]lr"):
-        changed_spec(linear, ["optimizer.lr=-1"])
+        apply_changes(linear, ["optimizer.lr=-1"])
 
 
 async def test_fewer_steps_than_committed_and_other_runs_are_refused(tmp_path):

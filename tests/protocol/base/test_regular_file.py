@@ -19,11 +19,12 @@ from coordinator.storage.directory.run_directory import RunDirectory
 from protocol.base import limits
 from protocol.base.errors import DataError, RunSpecError, StorageDamaged, StorageFailed, UsageError
 from protocol.base.regular_file import parse_json, read_regular
-from protocol.datasets.capture_index import INDEX, read_index
+from protocol.datasets.capture_index import read_index
 from protocol.machine.secret_file import read_secret
 from protocol.spec.files import run_spec_file
 from protocol.spec.files.adapter import adapter_config
 from protocol.spec.files.file_digest import file_digest
+from protocol.spec.files.run_files import CAPTURE_INDEX
 from protocol.spec.files.run_spec_file import load_run_spec
 from protocol.spec.manifest import ADAPTER_CONFIG
 from protocol.spec.model_card import CARD, read_card
@@ -129,7 +130,7 @@ def test_invalid_run_file_gives_a_one_line_error(tmp_path, command, content):
     )
     assert completed.returncode != 0
     assert "run.json" in completed.stderr
-    assert ("a pipe" if content is None else "nested at most") in completed.stderr
+    assert ("a pipe" if content is None else "not JSON") in completed.stderr
     assert "Traceback" not in completed.stderr
 
 
@@ -144,7 +145,7 @@ def test_nesting_depth_is_limited():
 
 def test_run_file_nested_too_deeply_is_reported_as_damaged(tmp_path):
     (tmp_path / "run.json").write_text('{"spec": ' + "[" * 100_000)
-    with pytest.raises(StorageDamaged, match="nested at most"):
+    with pytest.raises(StorageDamaged, match="not JSON"):
         RunDirectory(tmp_path).read_run()
 
 
@@ -175,7 +176,7 @@ def test_run_spec_in_a_pipe_without_a_writer_is_refused(pipe, monkeypatch):
 
 
 def test_special_data_files_are_refused(pipe, tmp_path):
-    os.mkfifo(tmp_path / INDEX)
+    os.mkfifo(tmp_path / CAPTURE_INDEX)
     with pytest.raises(DataError, match="expected a file, got a pipe"):
         read_index(tmp_path)
     os.mkfifo(tmp_path / CARD)

@@ -107,7 +107,10 @@ def test_a_full_disk_behind_the_output_is_reported_once():
 
 
 def test_unencodable_characters_are_replaced():
-    code = "from protocol.cli.output import tolerate_stream_failures as k; k('worker'); print('\\u4f60')"
+    code = (
+        "from protocol.cli.output import tolerate_stream_failures;"
+        "tolerate_stream_failures('worker'); print('\\u4f60')"
+    )
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True,
         env={"PYTHONIOENCODING": "ascii"},
@@ -119,7 +122,8 @@ def test_unencodable_characters_are_replaced():
 def test_unusable_streams_only_lose_their_output(streams):
     """No socket gets the descriptor of a closed stream."""
     code = (
-        "from protocol.cli.output import tolerate_stream_failures as k; k('worker'); import sys, socket;"
+        "from protocol.cli.output import tolerate_stream_failures as k; k('worker');"
+        "import sys, socket;"
         "print('x', flush=True); print('y', file=sys.stderr); sys.stdin.read();"
         "sys.exit(socket.socket().fileno() < 3)"
     )

@@ -151,7 +151,7 @@ def test_folders_and_patterns_are_read_in_order(tmp_path):
         assert [*read_labels(train).texts] == expected
         assert [*read_text_corpus(DataSpec(train=str(train))).documents] == expected
     (tmp_path / "d" / "c.csv").write_bytes(content("csv", ROWS))
-    with pytest.raises(DataError, match=r"files of one kind .* csv and jsonl; .*\*\.jsonl'"):
+    with pytest.raises(DataError, match=r"files of one format .* csv and jsonl; .*\*\.jsonl'"):
         read_labels(tmp_path / "d")
     with pytest.raises(DataError, match=r"expected files like .*none"):
         read_labels(f"{tmp_path}/e/*.jsonl")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from protocol.base.errors import DataError
 from protocol.datasets.text_corpus import (
-    LONE_FILE_CHARACTERS,
+    PART_CHARACTERS,
     TextCorpus,
     _cut_at_line_ends,
     read_text_corpus,
@@ -48,7 +48,7 @@ def test_single_text_file_is_split_at_line_ends(read):
     assert "".join(corpus.documents) == text
     assert all(document.endswith("\n") for document in corpus.documents)
     lengths = [len(document) for document in corpus.documents[:-1]]
-    assert all(LONE_FILE_CHARACTERS <= n < LONE_FILE_CHARACTERS + 40 for n in lengths)
+    assert all(PART_CHARACTERS <= n < PART_CHARACTERS + 40 for n in lengths)
 
 
 @given(st.text(alphabet="a\n\r\u2028", max_size=40).map(lambda text: text * 500))
@@ -130,7 +130,7 @@ def test_only_the_text_column_is_read(read, name, content, is_single):
         ({"a.csv": "id,body\n1,x\n"}, "a.csv", {}, "a column 'text'.*found 'id', 'body'"),
         ({"a.csv": "messages\n[]\n"}, "a.csv", {}, "line 1.*conversation.*data.format=messages"),
         ({"a.json": '[{"text": 3}]'}, "a.json", {}, "row 1: expected text, got 3"),
-        ({"d/a.ndjson": "{}", "d/b": "x"}, "d", {"pattern": "*"}, "a column 'text'.*found nothing"),
+        ({"d/a.ndjson": "{}", "d/b": "x"}, "d", {"pattern": "*"}, "a column 'text'.*found none"),
         ({"a.txt": "x"}, "a.txt", {"text": "body"}, "data.text names a column, 'body'.*plain text"),
         ({"a.txt": "x", "b.txt": "y"}, "", {"text": "body"}, "remove data.text"),
         ({"a.txt": "x"}, "a.txt", {"pattern": "*.py"}, "remove data.pattern"),

@@ -15,7 +15,7 @@ from protocol.spec.run_spec import (
     parse_run_spec,
     parse_run_spec_bytes,
 )
-from protocol.spec.sections.section import Model, Needs, TaggedUnion, flat, model_at
+from protocol.spec.sections.section import Model, Needs, TaggedUnion, base_of, model_at
 
 REGRESS = {"task": "regress", "steps": 3}
 TEXT = {"task": "causal-lm", "steps": 3, "model": {"source": "m"}, "data": {"train": "d"}}
@@ -91,7 +91,7 @@ def every_key(model: Any = RunSpec, prefix: str = "") -> list[str]:
     keys: list[str] = []
     for name in model.model_fields:
         inner = model_at(model, name)
-        keys += every_key(flat(inner), f"{prefix}{name}.") if inner else [prefix + name]
+        keys += every_key(base_of(inner), f"{prefix}{name}.") if inner else [prefix + name]
     return keys
 
 
@@ -101,7 +101,7 @@ def usual_value(key: str) -> Any:
     for parent in parents:
         inner = model_at(model, parent)
         assert inner is not None
-        model = flat(inner)
+        model = base_of(inner)
     default = model.model_fields[name].default
     if key == "optimizer.plateau":
         return {"metric": "loss"}
@@ -251,7 +251,7 @@ def earlier_document(spec: RunSpec) -> dict[str, Any]:
                 )
             inner = model_at(model, name)
             nested = isinstance(value, dict)  # not a list of sections
-            section[name] = full_document(flat(inner), value) if inner and nested else value
+            section[name] = full_document(base_of(inner), value) if inner and nested else value
         return section
 
     document: dict[str, Any] = full_document(RunSpec, spec.model_dump(mode="json"))

@@ -378,7 +378,7 @@ def test_missing_file_is_refused(tmp_path):
         ("? [a]\n: b", "is not YAML"),
         ("task: !!python/object/apply:os.getcwd []", "is not YAML"),
         (b"\xff\xfe\xfa", "cannot read the run spec"),
-        ("", "got nothing; a run spec needs at least"),
+        ("", "got an empty document; a run spec needs at least"),
         ("task: regress\n\tsteps: 1\n", "line 2, column 1: expected spaces, got a tab"),
         ("- a", "expected keys and values"),
         ("task: regress\nstepz: 1\n", "unknown key 'stepz'"),

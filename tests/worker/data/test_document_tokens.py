@@ -17,7 +17,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from protocol.base.errors import DataError
-from protocol.datasets.text_corpus import LONE_FILE_CHARACTERS, read_text_corpus
+from protocol.datasets.text_corpus import PART_CHARACTERS, read_text_corpus
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 from protocol.spec.sections.data import DataSpec
 from worker.data.document_tokens import encode_text
@@ -227,8 +227,8 @@ def test_single_file_has_the_tokens_of_its_text(tokenizer, saved_tokenizer, tmp_
 
 def test_splitting_a_single_file_changes_no_token(tokenizer, saved_tokenizer, tmp_path):
     """The split falls between two line ends, which some tokenizers encode as one token."""
-    text = ("the cat sat on a mat. " * 200)[: LONE_FILE_CHARACTERS - 1] + "a\n\nthe cat " * 3
-    assert text[LONE_FILE_CHARACTERS : LONE_FILE_CHARACTERS + 2] == "\n\n"
+    text = ("the cat sat on a mat. " * 200)[: PART_CHARACTERS - 1] + "a\n\nthe cat " * 3
+    assert text[PART_CHARACTERS : PART_CHARACTERS + 2] == "\n\n"
     for content in (text, text * 3):
         spec = spec_of(saved_tokenizer, write_text(tmp_path / "a.txt", content))
         assert stream(read_language_data(spec, 0.0).train) == [

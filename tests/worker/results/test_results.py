@@ -16,7 +16,7 @@ from backends.eager.quantized_base import quantize_frozen_base
 from backends.eager.quantized_linear import QuantizedLinear
 from backends.quantization.frozen_base import frozen_base
 from protocol.base.errors import DataError, SamestepError
-from protocol.spec.model_card import Measured, card_text, read_card
+from protocol.spec.model_card import EvaluationRecord, card_text, read_card
 from protocol.spec.sections.model import ModelSpec
 from tests.commands import run_command
 from tests.finished_run import write_finished_run
@@ -56,7 +56,9 @@ def test_a_hub_reads_the_front_matter_of_a_card(run):
 
     card = read_card(run / "adapter")
     assert card is not None
-    record = Measured(step=4, figures={"perplexity": 3.5, "loss_per_token": 1.25, "f1": None})
+    record = EvaluationRecord(
+        step=4, figures={"perplexity": 3.5, "loss_per_token": 1.25, "f1": None}
+    )
     change = {"base": "org/base", "data_name": "org/set", "evaluations": (record,)}
     read = ModelCard(card_text(card.model_copy(update=change))).data.to_dict()
     expected = {
