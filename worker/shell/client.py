@@ -250,7 +250,7 @@ class Client:
             is_early = now_s - since_s < _SHORT_PAUSES_S
             await self._pause(min(_SHORT_PAUSE_S if is_early else _LONG_PAUSE_S, left_s))
             if now_s - since_s >= _FIND_AGAIN_AFTER_S:
-                await self._search_again()
+                await self._update_address()
         return ExitCode.OK
 
     def _describe_failure(self, reason: str) -> str:
@@ -260,7 +260,7 @@ class Client:
             return f"joined the coordinator at {address} {times} times without a step: {reason}"
         return f"no coordinator at {address} for {retry_for_s:g} s: {reason}"
 
-    async def _search_again(self) -> None:
+    async def _update_address(self) -> None:
         """Search for the coordinator again: it may have another address now."""
         if self._search_again is None:
             return
