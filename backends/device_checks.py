@@ -68,7 +68,7 @@ class KernelFiles:
 def device_findings(
     name: str, requested: Sequence[int | str], machine: KernelFiles
 ) -> Iterator[Finding]:
-    """Check the devices that a worker would use.
+    """Check the devices that a worker with these options uses.
 
     Args:
         name: The value of --backend.
@@ -139,7 +139,7 @@ def _trial_finding(row: DeviceInfo) -> Finding:
 
 
 def _advice(row: DeviceInfo, cards: dict[str, int], machine: KernelFiles) -> str:
-    """Return what would make a device usable; empty if this machine has no such hardware."""
+    """Return advice that makes a device usable; empty if this machine has no such hardware."""
     if row.backend == "cuda":
         return _cuda_advice(cards, machine)
     if row.backend == "vulkan" and (cards.get("AMD") or cards.get("Intel")):

@@ -130,7 +130,7 @@ class Discrepancy:
 
 
 class LossTrial:
-    """Computes a loss with steady draws, always from the same state of all random generators.
+    """Computes a loss with steady draws, and with the host's generators always in the same state.
 
     Args:
         module: The module, in training or evaluation mode.

@@ -18,8 +18,8 @@ from protocol.machine.mapped_pages import release_mapped_pages
 from protocol.machine.processor import usable_cores
 
 _ELEMENTS_AT_ONCE: Final = 1 << 18
+"""Approximate number of elements that a thread quantizes at a time."""
 _MOST_THREADS: Final = 4
-
 PART_ELEMENTS: Final = 1 << 22
 """Elements of a quantized weight that a device other than the CPU dequantizes to float32 at a time
 to convert the weight to half precision."""

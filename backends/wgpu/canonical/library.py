@@ -67,14 +67,18 @@ fn smaller(a: f32, b: f32) -> f32 {
   return select(select(b, a, a < b), not_a_number(0u), is_nan(a) || is_nan(b));
 }
 fn sign_of(x: f32) -> f32 { return select(select(0.0, -1.0, x < 0.0), 1.0, x > 0.0); }
+// The magnitude of `size` with the sign of `sign`.
 fn copy_sign(size: f32, sign: f32) -> f32 {
   return bitcast<f32>((bitcast<u32>(size) & 0x7fffffffu) | (bitcast<u32>(sign) & 0x80000000u));
 }
+// 2^n for n from -126 to 127.
 fn two_to(n: i32) -> f32 { return bitcast<f32>(u32(n + 127) << 23u); }
+// x * 2^n in two factors, each of which is a normal number.
 fn times_two_to(x: f32, n: i32) -> f32 {
   let half = n >> 1u;
   return (x * two_to(half)) * two_to(n - half);
 }
+// The float32 value of a float16's bits.
 fn widen_half(h: u32) -> f32 {
   let sign = (h & 0x8000u) << 16u;
   let rest = h & 0x7fffu;
@@ -93,6 +97,7 @@ fn widen_bytes(w: u32) -> vec4i {
 fn dot_product(a: vec4f, b: vec4f) -> f32 {
   return fma(a[3], b[3], fma(a[2], b[2], fma(a[1], b[1], a[0] * b[0])));
 }
+// e^r - 1 for |r| up to about ln(2) / 2: a polynomial.
 fn exp_minus_1_near_0(r: f32) -> f32 {
   var p = 1.9875691500e-4;
   p = fma(p, r, 1.3981999507e-3);
@@ -102,6 +107,7 @@ fn exp_minus_1_near_0(r: f32) -> f32 {
   p = fma(p, r, 5.0000001201e-1);
   return fma(p, r * r, r);
 }
+// e^x = 2^n * e^r with n = round(x / ln(2)); r subtracts ln(2) in two parts.
 fn exponential(x: f32) -> f32 {
   let near = clamp_float(x, -104.0, 89.0);
   let n = round(near * 1.44269504088896341);
@@ -127,6 +133,7 @@ fn exp_minus_1(x: f32) -> f32 {
   let size = select(small, large, one > 24);
   return select(select(size, x, abs(x) < 0x1p-25f), x, is_nan(x));
 }
+// log(1 + f) + k * ln(2) + c, where c corrects the rounding of 1 + f.
 fn logarithm_of(f: f32, k: f32, c: f32) -> f32 {
   let s = f / (2.0 + f);
   let z = s * s;
@@ -137,6 +144,7 @@ fn logarithm_of(f: f32, k: f32, c: f32) -> f32 {
   let low = fma(s, half + (t2 + t1), fma(k, 9.0580006145e-6, c));
   return fma(k, 0.69313812256, f - (half - low));
 }
+// x = 2^k * m with m between sqrt(1/2) and sqrt(2).
 fn logarithm(x: f32) -> f32 {
   let small = x < 0x1p-126f;
   let whole = bitcast<u32>(select(x, x * 0x1p24f, small)) + 0x004afb0du;
@@ -196,6 +204,7 @@ fn erf(x: f32) -> f32 {
   let far = copy_sign(1.0, x);
   return select(select(select(large, far, t > 4.0), small, t <= 0.927734375), x, is_nan(x));
 }
+// The upper 32 bits of a * b.
 fn high_word(a: u32, b: u32) -> u32 {
   let a0 = a & 0xffffu; let a1 = a >> 16u; let b0 = b & 0xffffu; let b1 = b >> 16u;
   let low = a0 * b0;
@@ -203,6 +212,7 @@ fn high_word(a: u32, b: u32) -> u32 {
   let other = a0 * b1 + (middle & 0xffffu);
   return a1 * b1 + (middle >> 16u) + (other >> 16u);
 }
+// 32 binary digits of 2 / pi; word 0 is the integer part, which is 0.
 fn word_of_two_over_pi(word: u32) -> u32 {
   var result = 0u;
   result = select(result, 0xa2f9836eu, word == 1u);
@@ -213,10 +223,13 @@ fn word_of_two_over_pi(word: u32) -> u32 {
   result = select(result, 0x3c439041u, word == 6u);
   return select(result, 0xfe5163abu, word == 7u);
 }
+// 32 binary digits of 2 / pi from digit 32 * word + shift.
 fn bits_of_two_over_pi(word: u32, shift: u32) -> u32 {
   let low = select(0u, word_of_two_over_pi(word + 1u) >> (32u - max(shift, 1u)), shift > 0u);
   return (word_of_two_over_pi(word) << shift) | low;
 }
+// sin(x + quarter * pi / 2). x is reduced to r in [-pi/4, pi/4] by a product with the digits of
+// 2 / pi in integers, which is exact enough for every float (Payne and Hanek).
 fn sine_with_phase(x: f32, quarter: u32) -> f32 {
   let bits = bitcast<u32>(x) & 0x7fffffffu;
   let near = bits < 0x3f490fdbu;
@@ -265,8 +278,10 @@ fn sine_with_phase(x: f32, quarter: u32) -> f32 {
 }
 fn sine(x: f32) -> f32 { return sine_with_phase(x, 0u); }
 fn cosine(x: f32) -> f32 { return sine_with_phase(x, 1u); }
+// Fewer bits, so that products of two such numbers are exact.
 fn clear_12_bits(x: f32) -> f32 { return bitcast<f32>(bitcast<u32>(x) & 0xfffff000u); }
 fn clear_15_bits(x: f32) -> f32 { return bitcast<f32>(bitcast<u32>(x) & 0xffff8000u); }
+// size^y for a positive size: y * log2(size) as a sum of two floats, then a power of 2.
 fn size_of_power(size: f32, y: f32) -> f32 {
   let small = size < 0x1p-126f;
   let bits = bitcast<u32>(select(size, size * 0x1p24f, small));
@@ -323,6 +338,7 @@ fn size_of_power(size: f32, y: f32) -> f32 {
   let third = near / 3;
   return ((result * two_to(third)) * two_to(third)) * two_to(near - 2 * third);
 }
+// x^y with the special cases of IEEE 754.
 fn power(x: f32, y: f32) -> f32 {
   let a = abs(x);
   let is_edge = x == 0.0 || !is_finite(x);

@@ -41,6 +41,7 @@ fn to_u32(x: f32) -> u32 {{
 """
 _LOCAL_INDEX: Final = "local_invocation_index"
 _CORRECTED_FUNCTIONS: Final = """\
+// A mantissa of 24 bits and the biased exponent; subnormals are normalized.
 struct Parts { mantissa: u32, exponent: i32 }
 fn split_float(bits: u32) -> Parts {
   let rest = bits & 0x7fffffu;
@@ -66,6 +67,7 @@ fn round_and_pack(sign: u32, exponent: i32, mantissa_25: u32, inexact: bool) -> 
   let up = below > half || (below == half && (inexact || (whole & 1u) == 1u));
   return bitcast<f32>(sign | (whole + select(0u, 1u, up)));
 }
+// The bits of an operand, with subnormals flushed if the convention says so.
 fn flush_input(x: f32) -> u32 {
   let bits = bitcast<u32>(x);
   return select(bits, bits & 0x80000000u, FLUSHES && (bits & 0x7f800000u) == 0u);

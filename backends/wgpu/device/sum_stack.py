@@ -66,15 +66,15 @@ class SumStack:
     Args:
         device: A device with exact additions.
         nbytes: Per block (last block first), the size of each tensor in bytes.
-        pairs: Tensors per dispatch, a power of two.
+        tensors_per_dispatch: Number of tensors that one dispatch adds, a power of two.
     """
 
     def __init__(
-        self, device: ComputeTarget, nbytes: Sequence[Sequence[int]], pairs: int = 1
+        self, device: ComputeTarget, nbytes: Sequence[Sequence[int]], tensors_per_dispatch: int = 1
     ) -> None:
         self._device = device
         self._nbytes = nbytes
-        self._pairs = pairs
+        self._tensors_per_dispatch = tensors_per_dispatch
         self._levels: list[list[list[Buffer]]] = []
         self._losses = device.buffer(4 * (1 + MICROBATCHES_PER_STEP))
 
@@ -173,7 +173,7 @@ class SumStack:
         sizes = self._nbytes[block]
         remaining = sorted(range(len(sizes)), key=lambda tensor: sizes[tensor])
         while remaining:
-            count = min(self._pairs, 1 << len(remaining).bit_length() - 1)
+            count = min(self._tensors_per_dispatch, 1 << len(remaining).bit_length() - 1)
             yield remaining[:count]
             remaining = remaining[count:]
 

@@ -80,8 +80,8 @@ def estimate(plan: Plan, tensor_bytes: Mapping[str, int]) -> Estimate:
 def has_room(estimates: Sequence[Estimate], nbytes: int, memory_bytes: int) -> bool:
     """Whether `nbytes` more bytes fit in memory together with a program's plans.
 
-    True if the device's memory is unknown: then it is the host's memory, which would hold the data
-    anyway.
+    True if the size of the device's memory is unknown. Such a device uses the host's memory, which
+    stores the data in any case.
     """
     largest_total = max((estimate.total for estimate in estimates), default=0)
     return not memory_bytes or largest_total + nbytes <= _usable_bytes(memory_bytes)

@@ -70,7 +70,8 @@ class KernelFuser:
         bindings: Storage buffers that a shader may bind; 0 disables fusion.
         reads: The buffers that each value with a kernel, and each call of a layer, reads.
         outputs: The graph's outputs.
-        early: Values of a layer's forward, which are not fused with later values.
+        early: Values that the first outputs need (a layer's results, embeddings), which are not
+            fused with other values.
     """
 
     emitter: Emitter

@@ -72,6 +72,7 @@ def lower_layer(
 
 
 def _kernels_for(kernels: list[Kernel], needed_values: set[fx.Node]) -> list[Kernel]:
+    """Return the kernels on which the values depend, in order; adds the values that they read."""
     result = []
     for kernel in reversed(kernels):
         if needed_values & {*kernel.writes}:

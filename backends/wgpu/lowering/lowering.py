@@ -235,7 +235,7 @@ def _refuse_missing_rules(
 
     Raises:
         NoRule: Operators have no rule; the error names all of them.
-        SamestepError: A buffer of the module would change.
+        SamestepError: The step changes a buffer of the module.
     """
     errors: list[NoRule] = []
     rejected: set[fx.Node] = set()

@@ -158,9 +158,9 @@ fn hyperbolic_tangent(x: f32) -> f32 {
     # Rational approximation on [-4, 4], beyond which erf is 1 in float32, as in Eigen
     # (MathFunctionsImpl.h).
     "erf": """\
-fn erf(given: f32) -> f32 {
-  if (is_nan(given)) { return given; }
-  let x = clamp(given, -4.0, 4.0);
+fn erf(argument: f32) -> f32 {
+  if (is_nan(argument)) { return argument; }
+  let x = clamp(argument, -4.0, 4.0);
   let s = x * x;
   var p = -2.72614225801306e-10;
   p = fma(p, s, 2.77068142495902e-08);

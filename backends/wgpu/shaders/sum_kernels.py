@@ -19,16 +19,16 @@ _ROW: Final = 32768
 
 
 @cache
-def _vector_shader(kind: str, statement: str, pairs: int) -> Shader:
+def _vector_shader(element_type: str, statement: str, pairs: int) -> Shader:
     """Return a shader that processes all pairs in one dispatch, whose depth is their number."""
-    bindings = [f"var<storage, read> given{n}: array<{kind}>;" for n in range(pairs)]
-    bindings += [f"var<storage, read_write> sum{n}: array<{kind}>;" for n in range(pairs)]
+    bindings = [f"var<storage, read> source{n}: array<{element_type}>;" for n in range(pairs)]
+    bindings += [f"var<storage, read_write> sum{n}: array<{element_type}>;" for n in range(pairs)]
     declarations = "\n".join(
         f"@group(0) @binding({index}) {text}" for index, text in enumerate(bindings)
     )
     lines = "\n".join(
         f"  if ({f'id.z == {n}u && ' if pairs > 1 else ''}i < arrayLength(&sum{n})) "
-        f"{{ {statement.format(f'sum{n}[i]', f'given{n}[i]')} }}"
+        f"{{ {statement.format(f'sum{n}[i]', f'source{n}[i]')} }}"
         for n in range(pairs)
     )
     return Shader(

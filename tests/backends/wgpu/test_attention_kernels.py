@@ -112,7 +112,7 @@ def test_number_of_barriers_per_block_is_limited(kernel, size, limits):
         contiguous_problem(kernel, AttentionSizes(1, 1, 1, 64, 64, size)), COMMON_BYTES
     )
     _, _, block_loop = shader.source.partition("for (var first_column")
-    block_loop, _, _ = block_loop.partition("let share0")
+    block_loop, _, _ = block_loop.partition("let subtotal0")
     assert block_loop.count(BARRIER) <= limits[KERNELS.index(kernel)]
 
 

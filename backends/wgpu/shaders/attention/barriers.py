@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 
 
 class Steps:
-    """Build a sequence of WGSL statements.
+    """Builds a sequence of WGSL statements.
 
     Attributes:
         lines: The statements so far.
@@ -35,14 +35,16 @@ class Steps:
 
     def loop(self, head: str, body: Callable[[Steps], None]) -> None:
         """Append a loop; `head` opens its block."""
+        # Find the accesses that may precede an iteration: those before the loop, and those of the
+        # previous iteration, which depend on them.
         while True:
-            next_round = Steps()
-            next_round._reads, next_round._writes = {*self._reads}, {*self._writes}
-            body(next_round)
-            if next_round._reads <= self._reads and next_round._writes <= self._writes:
+            iteration = Steps()
+            iteration._reads, iteration._writes = {*self._reads}, {*self._writes}
+            body(iteration)
+            if iteration._reads <= self._reads and iteration._writes <= self._writes:
                 break
-            self._reads |= next_round._reads
-            self._writes |= next_round._writes
+            self._reads |= iteration._reads
+            self._writes |= iteration._writes
         self._block(head, body)
 
     def branch(self, head: str, body: Callable[[Steps], None]) -> None:

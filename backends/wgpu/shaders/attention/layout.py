@@ -2,7 +2,7 @@
 
 A tile consists of the vectors of some rows, or of the weights of a block. If workgroup memory
 suffices, each tile has its own array: the rows' vectors then stay resident for the whole loop over
-columns, and few barriers are needed. Otherwise tiles alternate in two arrays, split along the
+columns, and few barriers are needed. Otherwise tiles take turns in two arrays, in parts of the
 vectors if necessary.
 
 Workgroup memory has 32 banks of 4 bytes and serves the vec4 of eight adjacent invocations at once
@@ -42,7 +42,7 @@ class Layout:
     """Tiles in workgroup memory.
 
     Attributes:
-        kernel: What the kernel computes.
+        kernel: The kernel's result.
         head_size: Elements of a vector.
         rows: Rows of a workgroup.
         width: Vec4 of a vector in workgroup memory at a time; a multiple of 8.

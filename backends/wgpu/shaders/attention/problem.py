@@ -1,4 +1,4 @@
-"""Description of an attention kernel: what it computes, and its operands' memory layout.
+"""Description of an attention kernel: its result, and the memory layout of its operands.
 
 Sizes as in `backends.wgpu.capture.attention`: B batch, H heads of queries, G heads of keys and
 values, T queries, S keys, D the size of a head.
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 AttentionKernel = Literal["forward", "queries", "keys"]
-"""What a kernel computes: the output with the statistics of its rows (`forward`), the gradient of
-the queries, or the gradients of keys and values (`keys`)."""
+"""The result of a kernel: the output with the statistics of its rows (`forward`), the gradient of
+the queries (`queries`), or the gradients of keys and values (`keys`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class AttentionProblem:
     """One attention kernel.
 
     Attributes:
-        kernel: What the kernel computes.
+        kernel: The kernel's result.
         sizes: Sizes of the operands.
         query: (B, H, T, D).
         key: (B, G, S, D).

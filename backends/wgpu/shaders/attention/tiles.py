@@ -167,17 +167,17 @@ class _Kernel:
         ]
         self._load_rows(steps)
         self._loop_over_blocks(steps, *self._keys(), stages)
-        shares = [f"let share{i} = vec4f(total[{i}], 0.0, 0.0, 0.0);" for i in range(4)]
-        steps.add([*shares, self._fold_columns("+", "share")], writes=["folds"])
+        subtotals = [f"let subtotal{i} = vec4f(total[{i}], 0.0, 0.0, 0.0);" for i in range(4)]
+        steps.add([*subtotals, self._fold_columns("+", "subtotal")], writes=["folds"])
         steps.add([self._fold_rows("+")], reads=["folds"])
         return [
             *steps.lines,
-            "let share_of = select(vec4f(0.0), 1.0 / top, top > vec4f(0.0));",
-            *(f"sum{i}_{n} *= share_of[{i}];" for i in range(4) for n in self.sums),
+            "let reciprocal = select(vec4f(0.0), 1.0 / top, top > vec4f(0.0));",
+            *(f"sum{i}_{n} *= reciprocal[{i}];" for i in range(4) for n in self.sums),
             *self._store("sum", "query"),
             f"let rows = {self._statistics('first_row / 4u + down')};",
             f"if (across == 0u && first_row + down * 4u < {self.sizes.queries}u) {{",
-            "out[rows] = highest; out[rows + 1u] = share_of;",
+            "out[rows] = highest; out[rows + 1u] = reciprocal;",
             "}",
         ]
 
@@ -204,7 +204,7 @@ class _Kernel:
                 f"let head = group.y; let pair = group.y / {group}u;",
                 *self._sums("sum"),
                 f"let rows = {self._statistics(f'min(first_row / 4u + down, {last_four}u)')};",
-                "let highest = packed[rows]; let share_of = packed[rows + 1u];",
+                "let highest = packed[rows]; let reciprocal = packed[rows + 1u];",
                 *self._read_delta("first_row + down * 4u"),
             ]
         )
@@ -212,7 +212,7 @@ class _Kernel:
             *self._scale_scores(),
             *(
                 f"let p{i} = select(vec4f(0.0), "
-                f"exp(s{i} - vec4f(highest[{i}])) * share_of[{i}], on{i});"
+                f"exp(s{i} - vec4f(highest[{i}])) * reciprocal[{i}], on{i});"
                 for i in range(4)
             ),
             *(f"let g{i} = p{i} * (t{i} - vec4f(delta4[{i}])) * {self._scale};" for i in range(4)),
@@ -238,7 +238,7 @@ class _Kernel:
             *self._scale_scores(),
             *self._read_delta("first_column + across * 4u"),
             *(
-                f"let p{i} = select(vec4f(0.0), exp(s{i} - highest) * share_of, on{i});"
+                f"let p{i} = select(vec4f(0.0), exp(s{i} - highest) * reciprocal, on{i});"
                 for i in range(4)
             ),
             *(f"let g{i} = p{i} * (t{i} - delta4) * {self._scale};" for i in range(4)),
@@ -304,7 +304,7 @@ class _Kernel:
             last_four = -(-self.sizes.queries // 4) - 1
             rows = self._statistics(f"min(first_column / 4u + across, {last_four}u)")
             lines.append(f"let rows = {rows};")
-            lines.append("let highest = packed[rows]; let share_of = packed[rows + 1u];")
+            lines.append("let highest = packed[rows]; let reciprocal = packed[rows + 1u];")
         return lines
 
     def _plan_loads(self, stages: Sequence[_Stage]) -> list[list[tuple[str, int]]]:
@@ -396,7 +396,7 @@ class _Kernel:
         """Return the registers that hold an invocation's vec4 of a tile during loading."""
         rows = self.layout.rows if tile in TILES[self.problem.kernel][0] else BLOCK
         count = rows * self.layout.stride(part) // self.layout.invocations
-        return [f"{tile}_held{u}" for u in range(count)]
+        return [f"{tile}_loaded{u}" for u in range(count)]
 
     def _position(self, part: int, number: int) -> tuple[str, str]:
         """Return the row and vec4 of an invocation's load; adjacent invocations read one vector."""
