@@ -85,7 +85,7 @@ _GRACE_S: Final = 1.0
 """Extra time for an attempt to report what it waits for, before it is cancelled."""
 _FIND_AGAIN_AFTER_S: Final = 2.0
 """A restarting coordinator answers at its old address within that time."""
-_FIND_AGAIN_TIMEOUT_S: Final = 5.0
+_SEARCH_TIMEOUT_S: Final = 5.0
 
 T = TypeVar("T")
 CoordinatorSearch = Callable[[], Coroutine[Any, Any, tuple[str, int]]]
@@ -158,7 +158,7 @@ class Client:
         )
         self._files = FileFetcher(self._file_result, cache, machine)
         self._links = links
-        self._search_again = search_again
+        self._coordinator_search = search_again
         self._peers: PeerExchange | None = None
         self._session: WorkerSession | None = None
         self._joins = JoinFailures()
@@ -262,10 +262,10 @@ class Client:
 
     async def _update_address(self) -> None:
         """Search for the coordinator again: it may have another address now."""
-        if self._search_again is None:
+        if self._coordinator_search is None:
             return
         try:
-            address = await self._unless_stopped(self._search_again(), _FIND_AGAIN_TIMEOUT_S)
+            address = await self._unless_stopped(self._coordinator_search(), _SEARCH_TIMEOUT_S)
         except (OSError, SamestepError):
             return  # the next attempt at the known address reports the problem
         if address is not None and address != (self._target.host, self._target.port):
