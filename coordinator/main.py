@@ -61,7 +61,7 @@ def main(options: CoordinatorOptions, events: EventPipe | None = None) -> int:
 
     Args:
         options: The checked command line.
-        events: Receives everything that the console would show; None: use a console.
+        events: Receives all lines of the console, and events; None: print to a console.
 
     Raises:
         SamestepError: The process cannot start.
@@ -90,7 +90,7 @@ async def _serve(
         _restore(options, options.from_copies)
     directory = _directory(options)
     is_one_run = options.resume and RunDirectory(directory).read_run_file() is not None
-    # Before anything is created: an error in the data leaves no files.
+    # Before any file is created: an error in the data leaves no files.
     blobs = index_blobs(options.spec) if options.spec is not None and not is_one_run else None
     exits_after_run = options.spec is not None or is_one_run
     service = Service(_settings(options, directory, once=exits_after_run))
@@ -117,7 +117,7 @@ async def _serve(
         _say,
         plaintext=options.plaintext,
     )
-    end_on_signals(service.drain, service.over.set)
+    end_on_signals(service.drain, service.should_end.set)
     each_second = (progress.tick, control.guard.write_again)
     ticking = asyncio.create_task(_tick(each_second, service.loop_watch.run()))
     try:
@@ -154,7 +154,7 @@ def _settings(options: CoordinatorOptions, directory: Path, *, once: bool) -> Se
 
 
 def _check_data_roots(options: CoordinatorOptions) -> None:
-    """Check --data-root before anything is created."""
+    """Check --data-root before any file is created."""
     if options.data_roots and options.spec is not None:
         raise UsageError(
             "--data-root applies to submitted runs; a run on the command line reads what its run "
@@ -307,13 +307,13 @@ def _queue(
             service.resume(run)
         except SamestepError as error:
             print(f"coordinator: {str(run)!r} is not resumed: {error}", file=sys.stderr)
-    if not service.waiting and service.current is None:
+    if not service.queue and service.current is None:
         console.print(Text(f"no unfinished run in {str(directory)!r}; waiting for new ones"))
     return True
 
 
 class _SystemdSink:
-    """Reports draining to systemd, which then gives the daemon time for it."""
+    """Reports draining to systemd, which then gives the daemon time to drain."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
@@ -354,14 +354,14 @@ async def _until_over(service: Service, local: LocalWorkers | None) -> None:
             )
 
     watch = asyncio.create_task(end_with_workers()) if local is not None else None
-    await service.over.wait()
+    await service.should_end.wait()
     if watch is not None:
         watch.cancel()
 
 
 @dataclass(frozen=True, slots=True)
 class _Ending:
-    """How the process ends.
+    """The exit code of the process, and the reason.
 
     Attributes:
         reason: The reason for a failure; empty without a failure.

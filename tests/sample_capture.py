@@ -53,7 +53,7 @@ def write_capture(
         directory.mkdir(exist_ok=True)
         files = CapturedFiles(directory, manifest, spec, 0, lambda: None)
         for step in range(steps):
-            files.keep(step, [_rows(layout, step)])
+            files.store_step(step, [_rows(layout, step)])
         files.finish(is_complete=True)
         files.close()
     return directory / "logits"

@@ -16,7 +16,7 @@ from coordinator.audit.coverage import cover_samples
 from coordinator.audit.history import History, read_history
 from coordinator.audit.recomputed import RecomputeCheck, RecomputeRequest
 from coordinator.audit.state_proof import Progress, StateProof
-from coordinator.capture.captured_files import first_lost_step
+from coordinator.capture.captured_files import find_first_lost_step
 from coordinator.disk.canonical_json import json_digest
 from coordinator.disk.directory_lock import stored_term, term_file_name
 from coordinator.run.outputs.side_outputs import replica_state_sizes
@@ -235,7 +235,7 @@ def _check_captured(evidence: _Evidence, manifest: Manifest) -> None:
     commit_count = len(evidence.history.commits)
     directory = evidence.directory.path
     try:
-        first_lost = first_lost_step(directory, manifest, evidence.run.spec, commit_count)
+        first_lost = find_first_lost_step(directory, manifest, evidence.run.spec, commit_count)
     except StorageFailed as error:
         evidence.note("files", ok=False, text=str(error))
         return

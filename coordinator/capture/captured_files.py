@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from coordinator.capture.spool import Bytes, Spool, kept_steps
+from coordinator.capture.spool import Bytes, Spool, read_stored_steps
 from coordinator.disk.durable_file import (
     TEMPORARY_SUFFIX,
     make_below,
@@ -67,7 +67,7 @@ class CapturedFiles:
     ) -> None:
         assert manifest.capture is not None
         self._layout: CaptureLayout = manifest.capture
-        self._facts = CaptureMetadata(
+        self._metadata = CaptureMetadata(
             teacher=manifest.digests["base_weights"],
             tokenizer=manifest.digests["vocabulary"],
             layout=self._layout,
@@ -78,11 +78,11 @@ class CapturedFiles:
         self._directory = directory / manifest.export.directory
         self._guard = guard
         self._committed = committed
-        self._steps = steps_of_a_file(spec, self._layout)
-        self._group = samples_of_a_group(spec, self._layout)
+        self._steps_per_file = steps_of_a_file(spec, self._layout)
+        self._samples_per_group = samples_of_a_group(spec, self._layout)
         self._spool: tuple[int, Spool] | None = None
 
-    def keep(self, step: int, content: Sequence[Bytes]) -> None:
+    def store_step(self, step: int, content: Sequence[Bytes]) -> None:
         """Make the rows of a step durable, before its commit.
 
         Raises:
@@ -91,7 +91,7 @@ class CapturedFiles:
         """
         self._guard()
         self._committed = min(self._committed, step)
-        number = step // self._steps
+        number = step // self._steps_per_file
         self._finish_before(number)
         self._spool_of(number).append(step, content)
         self._committed = step + 1
@@ -111,7 +111,9 @@ class CapturedFiles:
         """
         self._guard()
         count = (
-            -(-self._committed // self._steps) if is_complete else self._committed // self._steps
+            -(-self._committed // self._steps_per_file)
+            if is_complete
+            else self._committed // self._steps_per_file
         )
         self._finish_before(count)
         descriptions = map(self._describe_file, range(count))
@@ -120,7 +122,7 @@ class CapturedFiles:
         if is_complete and files:
             for name, text in self._export.files.items():
                 digests[name] = replace_file(self._directory / name, text.encode())
-            index = CaptureIndex(facts=self._facts, files=files)
+            index = CaptureIndex(facts=self._metadata, files=files)
             digests[CAPTURE_INDEX] = replace_file(self._directory / CAPTURE_INDEX, index.to_bytes())
         return {f"{self._export.directory}/{name}": value for name, value in digests.items()}
 
@@ -135,8 +137,8 @@ class CapturedFiles:
             path = self._spool_directory / f"{number:05}{_ROWS}"
             with storage_errors("make", self._spool_directory):
                 make_below(self._run_directory, self._spool_directory)
-            first = number * self._steps
-            committed_steps = min(self._committed, first + self._steps)
+            first = number * self._steps_per_file
+            committed_steps = min(self._committed, first + self._steps_per_file)
             self._spool = number, Spool(path, first, committed_steps)
         return self._spool[1]
 
@@ -157,7 +159,7 @@ class CapturedFiles:
         with storage_errors("write", path):
             make_below(self._run_directory, path.parent)
             temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
-            write_logits(temporary, self._facts, self._groups(spool))
+            write_logits(temporary, self._metadata, self._groups(spool))
             fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 os.fsync(fd)
@@ -174,9 +176,9 @@ class CapturedFiles:
         for content in spool.contents():
             records = records_of(content, self._layout)
             rows = np.concatenate([rest, records]) if len(rest) else records
-            full_rows = len(rows) - len(rows) % self._group
-            for start in range(0, full_rows, self._group):
-                yield rows[start : start + self._group]
+            full_rows = len(rows) - len(rows) % self._samples_per_group
+            for start in range(0, full_rows, self._samples_per_group):
+                yield rows[start : start + self._samples_per_group]
             rest = rows[full_rows:]
         if len(rest):
             yield rest
@@ -187,7 +189,7 @@ class CapturedFiles:
         with storage_errors("read", path), open_plain(path) as file:
             size, digest = open_file_digest(file)
         logits = LogitsFile(path)
-        if logits.facts != self._facts:
+        if logits.facts != self._metadata:
             raise StorageDamaged(str(path), "", "it belongs to another capture")
         groups = logits.row_groups
         logits.close()
@@ -199,7 +201,7 @@ class CapturedFiles:
         return self._directory / f"{number:05}{LOGITS_SUFFIX}"
 
 
-def first_lost_step(directory: Path, manifest: Manifest, spec: RunSpec, committed: int) -> int:
+def find_first_lost_step(directory: Path, manifest: Manifest, spec: RunSpec, committed: int) -> int:
     """Return the first committed step without rows in any file; `committed` if there is none.
 
     Args:
@@ -221,14 +223,14 @@ def first_lost_step(directory: Path, manifest: Manifest, spec: RunSpec, committe
         if path.exists():
             continue
         missing_steps = expected_steps - set(
-            kept_steps(directory / DIRECTORY / f"{first // steps_per_file:05}{_ROWS}")
+            read_stored_steps(directory / DIRECTORY / f"{first // steps_per_file:05}{_ROWS}")
         )
         if missing_steps and not path.exists():  # (a running capture may have written it just now)
             return min(missing_steps)
     return committed
 
 
-def files_from(directory: Path, manifest: Manifest, spec: RunSpec, step: int) -> list[Path]:
+def find_files_from(directory: Path, manifest: Manifest, spec: RunSpec, step: int) -> list[Path]:
     """Return the result files that contain `step` or later steps.
 
     Raises:
@@ -239,10 +241,10 @@ def files_from(directory: Path, manifest: Manifest, spec: RunSpec, step: int) ->
     logits = directory / manifest.export.directory
     number, part = divmod(step, steps_of_a_file(spec, manifest.capture))
     expected_steps = set(range(step - part, step))
-    present = set(kept_steps(directory / DIRECTORY / f"{number:05}{_ROWS}"))
+    present = set(read_stored_steps(directory / DIRECTORY / f"{number:05}{_ROWS}"))
     if (
         expected_steps - present
-        or first_lost_step(directory, manifest, spec, step - part) < step - part
+        or find_first_lost_step(directory, manifest, spec, step - part) < step - part
     ):
         raise UsageError(
             f"--from-step {step}: a capture can only roll back to steps after its finished files "
@@ -261,7 +263,7 @@ def steps_of_a_file(spec: RunSpec, layout: CaptureLayout) -> int:
 
 
 def samples_of_a_group(spec: RunSpec, layout: CaptureLayout) -> int:
-    """Return how many samples are read at once: whole microbatches."""
+    """Return the number of samples in a row group: whole microbatches."""
     microbatch = spec.batch.microbatch
     return microbatch * max(1, limits.ROW_GROUP_BYTES // (microbatch * layout.sample_bytes))
 

@@ -125,7 +125,7 @@ class Spool:
         return AppendFile(self.path, fd, end, lambda: None)
 
 
-def kept_steps(path: Path) -> list[int]:
+def read_stored_steps(path: Path) -> list[int]:
     """Return the steps with intact rows in a spool, which is only read.
 
     Raises:

@@ -229,7 +229,7 @@ class JoinCheck:
         return f"the key {key_mark(self._secret)} of {self.name!r}"
 
     @property
-    def revoked(self) -> bool:
+    def is_revoked(self) -> bool:
         """Whether the worker's key was revoked; always False for a worker without a key."""
         if self._key is None:
             return False

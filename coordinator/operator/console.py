@@ -215,7 +215,7 @@ class ProgressConsole:
                 self._progress_line(execution, event, fields)
 
     def _print_evaluation_notice(self, run: Run, event: Event) -> None:
-        """Say if `evaluate_every` has no effect, because the task has nothing to evaluate."""
+        """Print a notice if `evaluate_every` has no effect, because no samples are held out."""
         if run.manifest is None or run.manifest.evaluation_parts or not run.spec.evaluate_every:
             return
         sections = ("data", run.spec.task)
@@ -238,7 +238,7 @@ class ProgressConsole:
         return is_over and self._service.settings.once
 
     def _print_resume_command(self, run_id: str) -> None:
-        """Print how to resume a failed run; with a single run, the last line says so."""
+        """Print the command that resumes a failed run; with a single run, the last line has it."""
         finished = self._service.finished
         if (
             self._service.settings.once
@@ -265,7 +265,7 @@ class ProgressConsole:
         elif now_s - self._waiting_since_s >= self._wait_before_line_s:
             self._wait_before_line_s += min(self._wait_before_line_s, _WAITING_EVERY_S)
             present = {*self._service.sessions, *(execution.run.unfit if execution else ())}
-            absent_names = ", ".join(sorted(self._service.known - present))
+            absent_names = ", ".join(sorted(self._service.known_workers - present))
             absent_text = f"; connected before: {absent_names}" if absent_names else ""
             seconds = now_s - self._waiting_since_s
             self._print(f"waiting {seconds:.0f} s for {waiting_text}{absent_text}")
@@ -367,7 +367,8 @@ def _share(worker: Mapping[str, Any]) -> str:
 
 
 def print_outcome(execution: Execution, console: Console, resume_command: str) -> None:
-    """Print the last lines: metrics, digest, the path of the trained tensors, and how to resume."""
+    """Print the last lines: outcome, metrics, digest, path of the trained tensors, and the command
+    to resume a drained run."""
     outcome = execution.outcome
     assert outcome is not None
     if outcome.outcome == "failed":
@@ -413,7 +414,7 @@ def _digest_line(execution: Execution) -> str:
 
 
 def _headline(run: Run, values: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics that belong on a screen; the others are in the files."""
+    """Return the metrics that the console shows; detailed metrics are only in the files."""
     metrics = run.manifest.metrics if run.manifest is not None else ()
     return {m.name: values[m.name] for m in metrics if m.name in values and not m.detail}
 

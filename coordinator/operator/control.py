@@ -166,7 +166,7 @@ class ControlPort:
         spec = await asyncio.to_thread(
             parse_run_spec, submission.run, submission.overrides, notify=_LOG.warning
         )
-        blobs = await find_blobs(spec, self._service.permitted)
+        blobs = await find_blobs(spec, self._service.permitted_files)
         run_id = self._service.submit(spec, blobs=blobs)
         return web.json_response({"run_id": run_id})
 
@@ -178,7 +178,7 @@ class ControlPort:
         phases = (RunPhase.TRAINING, RunPhase.EVALUATING)
         if current is None or current.run.phase not in phases:
             return _conflict("no run is in progress")
-        current.command(HaltRun("halted by the operator"))
+        current.execute_command(HaltRun("halted by the operator"))
         return web.json_response({"phase": current.run.phase.value})
 
     async def _continue(self, request: web.Request) -> web.Response:
@@ -186,7 +186,7 @@ class ControlPort:
         current = self._service.current
         if current is None or current.run.phase is not RunPhase.HALTED:
             return _conflict("no run is halted")
-        current.command(ContinueRun(continuation.skip_step))
+        current.execute_command(ContinueRun(continuation.skip_step))
         return web.json_response({"phase": current.run.phase.value})
 
     async def _checkpoint(self, request: web.Request) -> web.Response:
@@ -195,7 +195,7 @@ class ControlPort:
         current = self._service.current
         if current is None or not current.run.has_state:
             return _conflict("no run has state to save yet")
-        current.command(SaveState())
+        current.execute_command(SaveState())
         return web.json_response({"step": current.run.steps_committed})
 
     async def _drain(self, request: web.Request) -> web.Response:
@@ -212,7 +212,7 @@ class ControlPort:
         run, reason = current.run, "given up by the operator"
         if run.phase is RunPhase.HALTED:
             reason += f", when halted: {run.reason}"
-        current.command(FailRun(reason))
+        current.execute_command(FailRun(reason))
         document = {
             "run_id": run.run_id,
             "step": run.steps_committed,

@@ -1,4 +1,4 @@
-"""Server-sent events, with the newest ones kept for readers that connect late or reconnect.
+"""Server-sent events; the newest events are stored for readers that connect late or reconnect.
 
 Format: https://html.spec.whatwg.org/multipage/server-sent-events.html
 """
@@ -54,8 +54,8 @@ class EventStream:
         """Return the number of the first event for a new reader.
 
         Args:
-            last_id: The reader's `Last-Event-ID` header: the reader gets all stored events after
-                this one. None: new events only.
+            last_id: The reader's `Last-Event-ID` header: the reader receives all stored events
+                after this number. None: new events only.
 
         Raises:
             UsageError: `last_id` is not a number.

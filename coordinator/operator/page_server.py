@@ -78,7 +78,7 @@ class PageServer:
         """List the runs on disk, newest first, and the queued runs."""
         del request
         disk_runs = await asyncio.to_thread(self._runs_here.read)
-        queued_ids = [instance.stored.run_id for instance in self._service.waiting]
+        queued_ids = [instance.stored.run_id for instance in self._service.queue]
         runs = [
             run.document(changed_s) for run, changed_s in disk_runs if run.run_id not in queued_ids
         ]

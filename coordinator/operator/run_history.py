@@ -1,4 +1,4 @@
-"""The history of a run for the page: curves, workers and events, from its journal alone.
+"""The history of a run for the page: curves, workers and events, only from the run's journal.
 
 Each `read` reads only the new lines of the journal. The memory is bounded for runs of any length: a
 curve that reaches its bound is halved by merging neighboring points.

@@ -54,7 +54,7 @@ def status_document(service: Service, now_s: float) -> dict[str, Any]:
             for name, event in sorted(service.flap_detector.reported.items())
             if name not in service.sessions or not service.sessions[name].has_stepped
         ],
-        "queued_runs": [instance.stored.run_id for instance in service.waiting],
+        "queued_runs": [instance.stored.run_id for instance in service.queue],
         "step": 0,
         "steps": 0,
         "loss": None,

@@ -285,7 +285,7 @@ class Execution:
         """Report an event of the service that belongs in the run's journal."""
         self._emit(event)
 
-    def command(self, command: Command) -> None:
+    def execute_command(self, command: Command) -> None:
         """Execute an operator's command."""
         name = _command_name(command)
         record = CommandReceived(term=self.run.term, step=self.run.steps_committed, command=name)

@@ -117,15 +117,15 @@ class Service:
 
     Attributes:
         sessions: Members by name.
-        known: Names of all members since the start, also of those that have left.
+        known_workers: Names of all members since the start, also of those that have left.
         current: The run in progress.
         finished: The last run that ended.
-        waiting: The queued runs, the next one first.
-        over: Set when the service must end.
+        queue: The queued runs, the next one first.
+        should_end: Set when the service must end.
         address: The address for workers; once the service has started, with the port in use.
         event_sinks: Receive every event.
         credentials: The coordinator's credentials; available once the service has started.
-        permitted: Checks the files that submitted runs may read.
+        permitted_files: Checks the files that submitted runs may read.
         disk_trouble: Why the next run cannot begin yet; empty if nothing prevents it.
         secrets_troubles: Problems with the files of keys and token; empty without problems.
         loop_watch: Measures how long the event loop was blocked.
@@ -145,17 +145,17 @@ class Service:
         self.loop_watch = LoopWatch(lambda ms: self.emit(EventLoopBlocked(round(ms))))
         self._machine = machine or Machine()
         self._make_acceptor = make_acceptor
-        self.permitted = PermittedFiles(settings.data_roots, secret_paths())
+        self.permitted_files = PermittedFiles(settings.data_roots, secret_paths())
         self.secrets_troubles: list[str] = []
         self.disk_trouble = ""
         self.sessions: dict[str, MemberSession] = {}
-        self.known: set[str] = set()
+        self.known_workers: set[str] = set()
         self.flap_detector = FlapDetector()
         self._stray_connections = StrayConnections()
         self.current: Execution | None = None
         self.finished: Execution | None = None
-        self.waiting: deque[RunInstance] = deque()
-        self.over = asyncio.Event()
+        self.queue: deque[RunInstance] = deque()
+        self.should_end = asyncio.Event()
         self.address = settings.bind
         self.started_s = self._machine.now_s()
         self.event_sinks: list[EventSink] = []
@@ -207,7 +207,7 @@ class Service:
             last is not None and last.outcome is not None and last.outcome.outcome == "drained"
         )
         is_superseded = last is not None and last.is_superseded
-        has_runs = self.current is not None or bool(self.waiting)
+        has_runs = self.current is not None or bool(self.queue)
         should_return = is_superseded or is_drained or has_runs
         for session in self._pending:
             session.channel.abort("the coordinator ends")
@@ -219,7 +219,7 @@ class Service:
             task.cancel()
         if self.current is not None:
             await self.current.close()
-        for instance in (self._running, *self.waiting):
+        for instance in (self._running, *self.queue):
             self._release(instance.lock if instance is not None else None)
         if self._lock is not None:
             self._lock.release()
@@ -313,7 +313,7 @@ class Service:
         """
         directory = self.settings.directory / run_id
         self._refuse_more_runs()
-        current_runs = [self._running, *self.waiting]
+        current_runs = [self._running, *self.queue]
         if run_id in (instance.stored.run_id for instance in current_runs if instance is not None):
             raise UsageError(
                 f"expected a run that has ended, got {run_id!r}, which is already queued or in "
@@ -327,7 +327,7 @@ class Service:
         lock = self.lock(directory)
         try:
             instance = await asyncio.to_thread(
-                load_run, lock, None, from_step, self.permitted, changes
+                load_run, lock, None, from_step, self.permitted_files, changes
             )
         except SamestepError:
             self._release(lock)
@@ -347,14 +347,14 @@ class Service:
                 "the coordinator is draining and takes no more runs; submit the run again after "
                 "the coordinator has restarted"
             )
-        if len(self.waiting) >= limits.QUEUED_RUNS:
+        if len(self.queue) >= limits.QUEUED_RUNS:
             raise QueueFull(
                 f"expected at most {limits.QUEUED_RUNS} queued runs, got one more; submit the run "
                 "when one of them has begun"
             )
 
     def _queue(self, instance: RunInstance) -> None:
-        self.waiting.append(instance)
+        self.queue.append(instance)
         if self.current is not None:
             # Hundreds of runs may be queued, and a lock is an open file: reacquire it when the run
             # begins.
@@ -370,12 +370,12 @@ class Service:
         if not self._is_draining:
             self._is_draining = True
             self.emit(Draining())
-        while self.waiting:
-            self._release(self.waiting.pop().lock)
+        while self.queue:
+            self._release(self.queue.pop().lock)
         if self.current is None:
-            self.over.set()
+            self.should_end.set()
         else:
-            self.current.command(DrainRun())
+            self.current.execute_command(DrainRun())
 
     def give_up(self, reason: str) -> None:
         """End the run in progress as failed, unless it is over."""
@@ -414,7 +414,7 @@ class Service:
         self._pending.remove(session)
         self.flap_detector.reset(session.host)
         self.sessions[session.name] = session
-        self.known.add(session.name)
+        self.known_workers.add(session.name)
         backend, admitted_by = session.hello.backend, session.check.admitted_by
         self.emit(WorkerConnected(session.name, backend, admitted_by, len(self.sessions)))
         if self.current is not None:
@@ -490,8 +490,8 @@ class Service:
 
         A run whose directory cannot be used now stays queued, and is retried with every heartbeat.
         """
-        while self.waiting:
-            instance = self.waiting[0]
+        while self.queue:
+            instance = self.queue[0]
             try:
                 instance.lock.reacquire()
                 instance.directory.reopen()
@@ -503,10 +503,10 @@ class Service:
             except SamestepError as error:
                 event = RunEnded("failed", f"cannot begin: {error}")
                 self.emit(event, instance.stored.run_id)
-                self.waiting.popleft()
+                self.queue.popleft()
             else:
                 self.disk_trouble = ""
-                return self.waiting.popleft()
+                return self.queue.popleft()
         return None
 
     def _note_disk_trouble(self, run_id: str, reason: str) -> None:
@@ -574,7 +574,7 @@ class Service:
             self._running = None
         self.emit(RunEnded(outcome.outcome, outcome.reason), execution.run.run_id)
         if self.settings.once or self._is_draining or execution.is_superseded:
-            self.over.set()  # a successor gets the workers too
+            self.should_end.set()  # a successor gets the workers too
         else:
             self._start_next()
 
@@ -603,7 +603,7 @@ class Service:
                 is_paused = session.channel.is_paused
                 if silent_s * 1000 > self._patience_ms(session) and not is_paused:
                     session.channel.abort(f"silent for {silent_s:.0f} s")
-                elif session.check.revoked:
+                elif session.check.is_revoked:
                     reason = f"the key of {session.check.name!r} was revoked"
                     session.channel.goodbye(reason, retry=False, exit_code=ExitCode.NOT_AUTHORIZED)
                 else:

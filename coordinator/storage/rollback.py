@@ -16,7 +16,7 @@ import os
 import shutil
 from pathlib import Path
 
-from coordinator.capture.captured_files import files_from
+from coordinator.capture.captured_files import find_files_from
 from coordinator.disk.durable_file import storage_errors, sync_directory
 from coordinator.storage.directory.run_directory import RunDirectory
 from coordinator.storage.log.log_index import segment_base, segment_files
@@ -68,7 +68,7 @@ def roll_back(directory: RunDirectory, step: int, term: int) -> str:
         segments = segment_files(directory.log)
     remaining = [path for path in segments if segment_base(path) < step]
     cut_offsets = dict(find_truncations(remaining, step, run.run_id, manifest))
-    logits = files_from(directory.path, manifest, run.spec, step) if manifest.capture else []
+    logits = find_files_from(directory.path, manifest, run.spec, step) if manifest.capture else []
     aside = directory.set_aside / f"term-{term:06d}"
     with storage_errors("set aside later files in", directory.path):
         _move(directory.result_file, aside)

@@ -287,7 +287,7 @@ class RunStorage:
         )
         if captured_files is not None:
             step = record.commit.step
-            await self._do("capture", lambda: captured_files.keep(step, side_outputs))
+            await self._do("capture", lambda: captured_files.store_step(step, side_outputs))
         if states is not None:
             next_step = record.commit.step + 1
             own_digest = await self._do(

@@ -134,7 +134,7 @@ class _TensorBoard:
 
 
 class _MLflow:
-    """A run of MLflow, with samestep's run ID as a tag by which it is found again."""
+    """A run of MLflow; a tag with samestep's run ID identifies it when the run continues."""
 
     def __init__(self, tracked: TrackedRun) -> None:
         # A directory of files is enough for one run; newer releases require this variable.

@@ -234,7 +234,7 @@ async def ensure_run(live: LiveService) -> None:
     if service.current is None:
         service.submit(SPEC)
     elif service.current.run.phase is RunPhase.HALTED:
-        service.current.command(ContinueRun())
+        service.current.execute_command(ContinueRun())
 
 
 @pytest.mark.usefixtures("_without_fsync_and_logs")

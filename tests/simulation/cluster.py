@@ -339,7 +339,7 @@ class Cluster:
         skip = self.rng.random() < (0.7 if poisoned else 0.25)
         # A repeated step that was committed before must not be skipped now.
         skip = skip and run.steps_committed >= len(ledger.skips)
-        execution.command(ContinueRun(skip))
+        execution.execute_command(ContinueRun(skip))
 
     def _operate(self) -> None:
         """Act as the operators: restart a coordinator that ended, and workers if needed.

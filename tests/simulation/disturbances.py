@@ -114,7 +114,7 @@ class Disturbances:
         self, coordinator: CoordinatorProcess, execution: Execution, alive: list[WorkerProcess]
     ) -> list[Choice]:
         def command(order: Command) -> None:
-            coordinator.do(lambda: execution.command(order))
+            coordinator.do(lambda: execution.execute_command(order))
 
         choices: list[Choice] = [
             (2, "operator_halts", lambda: command(HaltRun("an operator"))),

@@ -239,7 +239,7 @@ class Job:
                 )
                 for step, is_skipped in enumerate(skips):
                     samples = [] if is_skipped else self.order.microbatches(step)
-                    captured_files.keep(
+                    captured_files.store_step(
                         step, [self.rows(microbatch).reshape(-1) for microbatch in samples]
                     )
                 self._files[skips] = captured_files.finish(is_complete=True)

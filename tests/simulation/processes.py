@@ -94,7 +94,7 @@ class CoordinatorProcess(Process):
             for ledger in cluster.ledgers:
                 if ledger.outcome is None:
                     self._queue(service, ledger)
-            await service.over.wait()
+            await service.should_end.wait()
         except (StorageFailed, UsageError) as error:
             if not cluster.is_disk_failure(str(error)):
                 raise

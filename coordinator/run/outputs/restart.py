@@ -59,8 +59,8 @@ class CommitRecord(MsgpackRecord):
         state_before: Digest of the state that the step starts from, if known.
         norm: Norm of the gradient, before clipping; None for a skipped step and in older records.
         own_digest: Digest of the per-replica state after the step; None without such state.
-        counted: The subtrees [lo, hi) of each worker that are summed. Each chunk has its own sum,
-            and so has the loss. Where subtrees were assigned twice, sums can contain results of
+        counted: The subtrees [lo, hi) of each worker in the sums. Each chunk has a sum, and so has
+            the loss. Where subtrees were assigned twice, these sums can contain results of
             different workers: each distinct combination is listed. None for a skipped step, or if
             the list would be too long.
         embedded: The embeddings that the loss has read, if it couples all samples of the step.

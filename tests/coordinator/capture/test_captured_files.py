@@ -9,8 +9,8 @@ import pytest
 
 from coordinator.capture.captured_files import (
     CapturedFiles,
-    files_from,
-    first_lost_step,
+    find_files_from,
+    find_first_lost_step,
     steps_of_a_file,
 )
 from protocol.base import limits
@@ -68,7 +68,7 @@ def open_files(directory: Path, spec: RunSpec, committed: int = 0) -> CapturedFi
 def reference_files(tmp_path, spec) -> dict[str, str]:
     captured_files = open_files(tmp_path / "undisturbed", spec)
     for step in range(STEPS):
-        captured_files.keep(step, rows(step))
+        captured_files.store_step(step, rows(step))
     return captured_files.finish(is_complete=True)
 
 
@@ -97,21 +97,21 @@ def test_crash_at_any_step_leaves_the_same_files(
 ):
     captured_files = open_files(tmp_path, spec)
     for step in range(crash_at + 1):  # the last step is on disk, but not committed
-        captured_files.keep(step, rows(step))
+        captured_files.store_step(step, rows(step))
     captured_files.close()
     spool = tmp_path / "capture" / f"{crash_at // 3:05}.rows"
     if lost_bytes:
         spool.write_bytes(spool.read_bytes()[:-lost_bytes])
     resumed_files = open_files(tmp_path, spec, committed=crash_at)
     for step in range(crash_at, STEPS):
-        resumed_files.keep(step, rows(step))
+        resumed_files.store_step(step, rows(step))
     assert resumed_files.finish(is_complete=True) == reference_files
 
 
 def test_crash_during_the_write_of_a_file_leaves_the_same_files(tmp_path, spec, reference_files):
     captured_files = open_files(tmp_path, spec)
     for step in range(4):
-        captured_files.keep(step, rows(step))
+        captured_files.store_step(step, rows(step))
     captured_files.close()
     file = tmp_path / "logits" / "00000.parquet"
     content = file.read_bytes()
@@ -119,32 +119,32 @@ def test_crash_during_the_write_of_a_file_leaves_the_same_files(tmp_path, spec, 
     (tmp_path / "logits" / "00000.parquet.part").write_bytes(content[:100])
     spool = open_files(tmp_path / "other", spec)
     for step in range(3):
-        spool.keep(step, rows(step))
+        spool.store_step(step, rows(step))
     spool.close()
     (tmp_path / "other/capture/00000.rows").rename(tmp_path / "capture/00000.rows")
     resumed_files = open_files(tmp_path, spec, committed=4)
     for step in range(4, STEPS):
-        resumed_files.keep(step, rows(step))
+        resumed_files.store_step(step, rows(step))
     assert resumed_files.finish(is_complete=True) == reference_files
 
 
 def test_repeated_step_is_stored_once(tmp_path, spec, reference_files):
     captured_files = open_files(tmp_path, spec)
     for step in range(STEPS):
-        captured_files.keep(step, rows((step + 1) % STEPS))
-        captured_files.keep(step, rows(step))
+        captured_files.store_step(step, rows((step + 1) % STEPS))
+        captured_files.store_step(step, rows(step))
     assert captured_files.finish(is_complete=True) == reference_files
 
 
 def test_capture_that_ended_early_continues(tmp_path, spec, reference_files):
     captured_files = open_files(tmp_path, spec)
     for step in range(5):
-        captured_files.keep(step, rows(step))
+        captured_files.store_step(step, rows(step))
     assert list(captured_files.finish(is_complete=False)) == ["logits/00000.parquet"]
     captured_files.close()
     resumed_files = open_files(tmp_path, spec, committed=5)
     for step in range(5, STEPS):
-        resumed_files.keep(step, rows(step))
+        resumed_files.store_step(step, rows(step))
     assert resumed_files.finish(is_complete=True) == reference_files
 
 
@@ -152,7 +152,9 @@ def test_file_without_committed_rows_is_not_in_the_index(tmp_path, spec):
     steps_per_file = steps_of_a_file(spec, LAYOUT)
     captured_files = open_files(tmp_path / "run", spec)
     for step in range(3 * steps_per_file):
-        captured_files.keep(step, [] if steps_per_file <= step < 2 * steps_per_file else rows(step))
+        captured_files.store_step(
+            step, [] if steps_per_file <= step < 2 * steps_per_file else rows(step)
+        )
     captured_files.finish(is_complete=True)
     names = [file.name for file in read_index(tmp_path / "run" / "logits").files]
     assert names == ["00000.parquet", "00002.parquet"]
@@ -161,7 +163,7 @@ def test_file_without_committed_rows_is_not_in_the_index(tmp_path, spec):
 def test_rows_of_a_skipped_step_are_not_stored(tmp_path, spec):
     captured_files = open_files(tmp_path, spec)
     for step in range(STEPS):
-        captured_files.keep(step, rows(step) if step != 4 else [])
+        captured_files.store_step(step, rows(step) if step != 4 else [])
     captured_files.finish(is_complete=True)
     assert read_index(tmp_path / "logits").samples == 38
 
@@ -183,58 +185,58 @@ def test_rollback_is_refused_if_a_finished_file_would_grow(tmp_path, spec, refer
     committed, step, removed_names = case
     captured_files = open_files(tmp_path, spec)
     for stored_step in range(committed):
-        captured_files.keep(stored_step, rows(stored_step))
+        captured_files.store_step(stored_step, rows(stored_step))
     is_complete = committed == STEPS
     captured_files.finish(is_complete=is_complete)
     captured_files.close()
-    assert first_lost_step(tmp_path, MANIFEST, spec, committed) == committed
+    assert find_first_lost_step(tmp_path, MANIFEST, spec, committed) == committed
     if removed_names is None:
         with pytest.raises(UsageError, match="nothing was changed"):
-            files_from(tmp_path, MANIFEST, spec, step)
+            find_files_from(tmp_path, MANIFEST, spec, step)
         return
     others = ["capture.json", "tokenizer.json"] if is_complete else []
-    paths = files_from(tmp_path, MANIFEST, spec, step)
+    paths = find_files_from(tmp_path, MANIFEST, spec, step)
     assert [path.name for path in paths] == [*removed_names, *others]
     for path in paths:
         path.unlink()
     resumed_files = open_files(tmp_path, spec, committed=step)
     for stored_step in range(step, STEPS):
-        resumed_files.keep(stored_step, rows(stored_step))
+        resumed_files.store_step(stored_step, rows(stored_step))
     assert resumed_files.finish(is_complete=True) == reference_files
 
 
 def test_missing_rows_are_detected(tmp_path, spec):
     captured_files = open_files(tmp_path, spec)
     for step in range(8):
-        captured_files.keep(step, rows(step))
+        captured_files.store_step(step, rows(step))
     captured_files.close()
     spool = tmp_path / "capture" / "00002.rows"
     spool.write_bytes(spool.read_bytes()[:-1])
-    assert first_lost_step(tmp_path, MANIFEST, spec, 8) == 7
+    assert find_first_lost_step(tmp_path, MANIFEST, spec, 8) == 7
     (tmp_path / "logits" / "00001.parquet").unlink()
-    assert first_lost_step(tmp_path, MANIFEST, spec, 8) == 3
+    assert find_first_lost_step(tmp_path, MANIFEST, spec, 8) == 3
     with pytest.raises(UsageError, match="nothing was changed"):
-        files_from(tmp_path, MANIFEST, spec, 6)
+        find_files_from(tmp_path, MANIFEST, spec, 6)
 
 
 def test_lost_committed_rows_are_named(tmp_path, spec):
     captured_files = open_files(tmp_path, spec)
     for step in range(5):
-        captured_files.keep(step, rows(step))
+        captured_files.store_step(step, rows(step))
     captured_files.close()
     (tmp_path / "capture" / "00001.rows").unlink()
     with pytest.raises(StorageDamaged, match="steps 3 to 4, which are committed; those of 2"):
-        open_files(tmp_path, spec, committed=5).keep(5, rows(5))
+        open_files(tmp_path, spec, committed=5).store_step(5, rows(5))
 
 
 def test_rows_changed_on_disk_are_not_written(tmp_path, spec):
     captured_files = open_files(tmp_path, spec)
     for step in range(2):
-        captured_files.keep(step, rows(step))
+        captured_files.store_step(step, rows(step))
     spool = tmp_path / "capture" / "00000.rows"
     content = bytearray(spool.read_bytes())
     content[100] ^= 1
     spool.write_bytes(content)
-    captured_files.keep(2, rows(2))
+    captured_files.store_step(2, rows(2))
     with pytest.raises(StorageDamaged, match="step 0 do not match their digest"):
-        captured_files.keep(3, rows(3))
+        captured_files.store_step(3, rows(3))

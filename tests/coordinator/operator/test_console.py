@@ -49,7 +49,7 @@ def service(*, once=False):
         ),
         sessions={},
         trainers=[],
-        known=set(),
+        known_workers=set(),
     )
 
 
@@ -213,7 +213,7 @@ def test_refused_worker_is_named_once_while_the_run_waits():
     console._service.current.run = run
     console._service.sessions["bob"] = None
     console._service.trainers.append("bob")
-    console._service.known.update(("ann", "bob", "cem"))
+    console._service.known_workers.update(("ann", "bob", "cem"))
     console.tick()
     console._wait_before_line_s = 0.0
     console.tick()

@@ -246,7 +246,7 @@ async def test_run_is_submitted_halted_continued_and_drained(tmp_path):
         assert await operator.post("/drain") == (200, {"draining": True})
         run_end = await live.wait_for("run_ended", run_id=run_id)
         assert run_end["outcome"] == "drained"
-        await asyncio.wait_for(live.service.over.wait(), 10)
+        await asyncio.wait_for(live.service.should_end.wait(), 10)
         final = await operator.status()
         assert final["phase"] == "drained"
         assert final["result"]["steps"] == final["step"] > step

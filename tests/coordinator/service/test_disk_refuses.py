@@ -52,7 +52,7 @@ async def halt_or_end(live, halts):
 
 
 def continue_run(live):
-    live.service.current.command(ContinueRun())
+    live.service.current.execute_command(ContinueRun())
 
 
 def fill(disk, free_bytes):

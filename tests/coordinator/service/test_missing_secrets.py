@@ -35,7 +35,7 @@ async def test_members_stay_and_return_while_the_keys_are_missing(tmp_path, secr
             keys.write_text("")
         service._check_secrets()
         event = await live.wait_for("secrets_trouble")
-        assert not service.sessions["w0"].check.revoked
+        assert not service.sessions["w0"].check.is_revoked
         lines = list(status_lines(status_document(service, time.monotonic())))
         assert f"secrets  {event['reason']}" in lines
         live.events.clear()

@@ -27,7 +27,7 @@ async def test_queued_runs_hold_no_open_files(tmp_path):
         for _ in range(20):
             live.service.submit(scripted_spec())
         assert open_files() < before + 5
-        assert len(live.service.waiting) == 20
+        assert len(live.service.queue) == 20
 
 
 @on_uvloop

@@ -309,7 +309,7 @@ async def test_non_finite_value_halts_the_run_and_names_its_worker(
         await live.wait_for("worker_lost", worker="hostile")
         assert not live.events_named("committed")
         assert live.service.current is not None
-        live.service.current.command(ContinueRun())
+        live.service.current.execute_command(ContinueRun())
         assert equal_results(await live.result(run_id), reference)
 
 

@@ -234,7 +234,7 @@ def test_student_uses_the_mask_of_its_teacher(tokenizers, tmp_path):
         rows = [
             program.capture_rows(teacher.batch([n, n + 1])).rows for n in (4 * step, 4 * step + 2)
         ]
-        files.keep(step, [row.reshape(-1) for row in rows])
+        files.store_step(step, [row.reshape(-1) for row in rows])
     files.finish(is_complete=True)
     files.close()
     program.close()
