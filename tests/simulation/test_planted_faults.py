@@ -41,7 +41,7 @@ from worker.logic.device_group import DeviceGroup
 from worker.logic.events import AveragesReady, StepId, WeightsTaken
 from worker.logic.session import WorkerSession
 from worker.peers.gradient_exchange import GradientExchange
-from worker.shell.blob_cache import Part
+from worker.shell.blob_cache import PartialDownload
 from worker.shell.engine import Engine
 
 pytestmark = pytest.mark.simulation
@@ -600,7 +600,7 @@ PLANTED = {
         embeds=True,
     ),
     "a fetched file is not verified": PlantedFault(
-        [(Part, "finish", skips_file_digest)],
+        [(PartialDownload, "finish", skips_file_digest)],
         "a worker reads other data",
         files=True,
         seed=2,

@@ -65,7 +65,7 @@ def test_worker_waits_if_inner_checkpoints_outpace_the_disk(simulate, monkeypatc
 
 DIFFERENCES = InnerPhases._differences
 LOAD = InnerPhases.load
-BEGIN = InnerPhases._begin
+BEGIN = InnerPhases._starting_checkpoint
 
 
 def wrong_sign(self, step, replica, *ends_and_rest):
@@ -152,7 +152,7 @@ PLANTED: dict[str, tuple[list[tuple[Any, str, Any]], str, int]] = {
     ),
     "a stale difference": (
         [
-            (InnerPhases, "_begin", reuses_earlier_rounds),
+            (InnerPhases, "_starting_checkpoint", reuses_earlier_rounds),
             (InnerPhases, "end_round", keeps_inner_checkpoints),
         ],
         "stall+slower", 9,

@@ -734,7 +734,7 @@ class DeviceGroup:
             outputs.append(LogLine(device.name, f"device {device.name!r} is left out: {error}"))
         return [*outputs, *self._remove(device, event.error)]
 
-    def lost(self, name: str, reason: str) -> list[Output]:
+    def handle_loss(self, name: str, reason: str) -> list[Output]:
         """Restart a device's process that ended without a report, or leave the device out."""
         device = self._devices[name]
         if not device.is_present:

@@ -318,7 +318,7 @@ def check_reproducible(
         )
 
 
-def takes(function: Callable[..., Any], name: str) -> bool:
+def has_parameter(function: Callable[..., Any], name: str) -> bool:
     """Return whether a function has a parameter of this name."""
     try:
         return name in inspect.signature(function).parameters

@@ -1,7 +1,7 @@
 """Compute a digest of a data set's samples, so that workers can check that their data is the same.
 
 The worker that starts a run reads microbatches spread over the data, for a limited time. The run
-spec records how many, and workers that join read the same ones.
+spec records their number, and workers that join read the same microbatches.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from worker.scripts.nested_batches import batch_digest
 SECONDS: Final = 10.0
 """Time limit for reading each data set at the start of a run."""
 _GOLDEN: Final = (math.sqrt(5) - 1) / 2
+"""Multiples of this number, modulo 1, are evenly spread."""
 
 Collate = Callable[[Any, range, int], Any]
 """Takes a data set, sample numbers and a seed; returns their batch."""

@@ -22,11 +22,14 @@ _ACCEPT: Final = "SAMESTEP_ACCEPT_SCRIPTS"
 
 @dataclass(slots=True)
 class JoinOptions:
-    """How `samestep.fit` joins a run in a process that `worker SCRIPT` has started.
+    """Options with which `samestep.fit` joins a run in a process that `worker SCRIPT` has started.
 
     Attributes:
         find_coordinator: Returns the coordinator's address; may search the network.
         name: The worker's name.
+        backend: Value of --backend, without a device's number.
+        device: Number or part of the name of the device; None for the first device.
+        retry_for_s: How long to reconnect before the worker exits.
         print_line: Prints a line.
         search_again: Searches again for a coordinator that was found on the network.
         failure: Returns why the process that starts the run has failed; empty if it has not.
@@ -51,7 +54,7 @@ _JOIN_OPTIONS: list[JoinOptions] = []
 
 
 def join_options() -> JoinOptions | None:
-    """Return how this process joins runs; None if it was not started by `worker SCRIPT`."""
+    """Return this process's options for joining runs; None without `worker SCRIPT`."""
     return _JOIN_OPTIONS[0] if _JOIN_OPTIONS else None
 
 
@@ -66,7 +69,7 @@ def accepts_scripts() -> bool:
 
 
 def run_script(path: Path, arguments: Sequence[str], options: JoinOptions) -> None:
-    """Run a script as `python SCRIPT ARGUMENTS...` would.
+    """Run a script as `python SCRIPT ARGUMENTS...` does.
 
     Raises:
         UsageError: The file does not exist, or a file beside it is named like the samestep package.

@@ -32,9 +32,9 @@ from protocol.exact.digest import digest_arrays
 Arrays = dict[str, NDArray[Any]]
 
 _WITHOUT_NUMPY: Final = {
-    kind
-    for kind in vars(torch).values()
-    if isinstance(kind, torch.dtype) and kind.is_floating_point and kind.itemsize <= 2
+    dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize <= 2
 } - {torch.float16}
 """Floating-point types that numpy lacks; float32 can represent each of their values."""
 
@@ -97,12 +97,14 @@ class _Container:
     """A container, or a tensor that consists of several arrays.
 
     Attributes:
-        kind: The container's class.
+        rebuild: Builds the container from this structure and the rebuilt members.
+        container_class: The container's class; for a defaultdict, a pair of class and factory.
         keys: A mapping's keys, a dataclass's fields, or a tensor's layout and shape.
+        inner: Structures of the members, in the order of `keys` for mappings and dataclasses.
     """
 
     rebuild: Callable[[_Container, list[Any]], Any]
-    kind: Any
+    container_class: Any
     keys: tuple[Any, ...]
     inner: tuple[_Structure, ...]
 
@@ -231,15 +233,15 @@ def _container(
 def _mapping_structure(value: Mapping[Any, Any], name: str, arrays: _NamedArrays) -> _Structure:
     container = _container(_mapping, value, value, name, arrays)
     if isinstance(value, defaultdict) and type(value) is defaultdict:
-        return dataclasses.replace(container, kind=(defaultdict, value.default_factory))
+        return dataclasses.replace(container, container_class=(defaultdict, value.default_factory))
     try:
-        rebuilt_keys = list(container.kind(dict(value)))
+        rebuilt_keys = list(container.container_class(dict(value)))
     except Exception:  # noqa: BLE001 -- its constructor may raise anything
         rebuilt_keys = None
     if rebuilt_keys != list(value):
         raise DataError(
             f"expected a mapping whose class accepts a dict, got {_quoted_name(name)} of type "
-            f"{container.kind.__name__}: use a dict"
+            f"{container.container_class.__name__}: use a dict"
         )
     return container
 
@@ -333,9 +335,9 @@ def _describe(structure: _Structure) -> str:
         case _Constant():
             return repr(structure.value)
         case _Container():
-            kind = getattr(structure.kind, "__qualname__", "defaultdict")
+            class_name = getattr(structure.container_class, "__qualname__", "defaultdict")
             inner = ", ".join(map(_describe, structure.inner))
-            return f"{structure.rebuild.__name__} {kind} {structure.keys!r} [{inner}]"
+            return f"{structure.rebuild.__name__} {class_name} {structure.keys!r} [{inner}]"
 
 
 # Rebuilding.
@@ -375,21 +377,21 @@ def _restore_leaf(leaf: _Leaf, tensor: torch.Tensor) -> Any:
 
 def _mapping(container: _Container, values: list[Any]) -> Any:
     items = dict(zip(container.keys, values, strict=True))
-    if isinstance(container.kind, tuple):
-        kind, factory = container.kind
-        return kind(factory, items)
-    return items if container.kind is dict else container.kind(items)
+    if isinstance(container.container_class, tuple):
+        mapping_class, factory = container.container_class
+        return mapping_class(factory, items)
+    return items if container.container_class is dict else container.container_class(items)
 
 
 def _sequence(container: _Container, values: list[Any]) -> Any:
-    make = getattr(container.kind, "_make", container.kind)
+    make = getattr(container.container_class, "_make", container.container_class)
     return make(values)
 
 
 def _dataclass(container: _Container, values: list[Any]) -> Any:
-    if issubclass(container.kind, OrderedDict):  # a ModelOutput is also a dataclass
-        return container.kind(**dict(zip(container.keys, values, strict=True)))
-    instance = object.__new__(container.kind)
+    if issubclass(container.container_class, OrderedDict):  # a ModelOutput is also a dataclass
+        return container.container_class(**dict(zip(container.keys, values, strict=True)))
+    instance = object.__new__(container.container_class)
     for name, value in zip(container.keys, values, strict=True):
         object.__setattr__(instance, name, value)
     return instance

@@ -28,8 +28,8 @@ def sampling_of(sampler: object, samples: int) -> Sampling | None:
     """
     if sampler is None:
         return None
-    kind: Any = type(sampler)
-    if isinstance(sampler, WeightedRandomSampler) and kind is WeightedRandomSampler:
+    sampler_class: Any = type(sampler)
+    if isinstance(sampler, WeightedRandomSampler) and sampler_class is WeightedRandomSampler:
         if len(sampler.weights) != samples:
             raise DataError(
                 f"sampler: expected a weight for each of {samples} training samples, got "
@@ -37,18 +37,19 @@ def sampling_of(sampler: object, samples: int) -> Sampling | None:
             )
         weights = sampler.weights.double().numpy()
         return Sampling.by_weight(weights, sampler.num_samples, replacement=sampler.replacement)
-    if isinstance(sampler, RandomSampler) and kind is RandomSampler:
+    if isinstance(sampler, RandomSampler) and sampler_class is RandomSampler:
         if len(sampler.data_source) != samples:
             raise DataError(
                 f"sampler: expected a RandomSampler over the {samples} training samples, got one "
                 f"over {len(sampler.data_source)}: pass the data that it draws from as train"
             )
         return _equal_chances(sampler.num_samples, samples, replacement=sampler.replacement)
-    remedy = _REMEDIES.get(kind, "pass a WeightedRandomSampler or a RandomSampler")
+    remedy = _REMEDIES.get(sampler_class, "pass a WeightedRandomSampler or a RandomSampler")
     if isinstance(sampler, Sampler) and hasattr(sampler, "indices"):
         remedy = "pass torch.utils.data.Subset(data, indices) as train"
     raise DataError(
-        f"sampler: expected a WeightedRandomSampler or RandomSampler, got {kind.__name__}: {remedy}"
+        "sampler: expected a WeightedRandomSampler or RandomSampler, got "
+        f"{sampler_class.__name__}: {remedy}"
     )
 
 

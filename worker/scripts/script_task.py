@@ -39,9 +39,9 @@ from worker.scripts.checks import (
     check_precision,
     check_reproducible,
     check_weight,
+    has_parameter,
     missing_gradient_error,
     number_of,
-    takes,
 )
 from worker.scripts.coupling import check_embedded, coupled_loss
 from worker.scripts.data_digest import DataDigest, data_digest
@@ -76,7 +76,7 @@ _COUNTS: Final = "samestep.counted"
 
 
 class ScriptTask:
-    """A `worker.tasks.base.task.Task` whose batches may be drawn (`DrawsBatches`).
+    """A `worker.tasks.base.task.Task` whose batches may be random (`DrawsBatches`).
 
     Attributes:
         user: The task that the user's `build` returned.
@@ -111,7 +111,7 @@ class ScriptTask:
         self._requires_grad = [(n, p, p.requires_grad) for n, p in user.module.named_parameters()]
         user_objects = self.user_objects()
         self._generators = ReadingGenerators({name: user_objects[name] for name in _BATCH_SOURCES})
-        self._takes_seed = user.collate is not None and takes(user.collate, "seed")
+        self._takes_seed = user.collate is not None and has_parameter(user.collate, "seed")
         self._seed = spec.seed
         self._part_samples = spec.batch.microbatch
         self._evaluation_sets = EvaluationSets(user.held_out, self._part_samples)

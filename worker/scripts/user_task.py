@@ -39,8 +39,8 @@ class UserTask:
             are only passed to `batch_loss`.
         batch_loss: With `embed`: takes the module and a dict of the same tensors for all samples of
             the step; returns a loss for each sample, (samples,).
-        weight: Takes a batch; returns its share in the divisor of the gradient sum, such as the
-            number of tokens that count. Default: the number of samples.
+        weight: Takes a batch; returns the number that it adds to the divisor of the gradient sum,
+            such as the number of tokens that count. Default: the number of samples.
         metrics: More metrics by name: each takes the module and a held-out batch, and returns a
             sum, which is divided by the number of samples, or a pair of sums to be divided.
         evaluate: Takes the module and an iterator of held-out batches; returns metrics over all

@@ -34,7 +34,7 @@ _REMEDY: Final = "free some space there, or set SAMESTEP_CACHE to another direct
 _COMPLETE_MODE: Final = 0o444
 
 
-class Part:
+class PartialDownload:
     """A partial download, locked while this object is open.
 
     Attributes:
@@ -99,9 +99,9 @@ class Part:
     def _hash_existing_bytes(self) -> None:
         if os.fstat(self._fd).st_size > self._full_size:
             os.ftruncate(self._fd, 0)
-        while piece := os.read(self._fd, limits.MIB):
-            self._hasher.update(piece)
-            self.size += len(piece)
+        while chunk := os.read(self._fd, limits.MIB):
+            self._hasher.update(chunk)
+            self.size += len(chunk)
 
 
 class BlobCache:
@@ -112,7 +112,7 @@ class BlobCache:
         self._digests = digests
 
     def find(self, digest: str, size: int) -> Path | None:
-        """Return the complete file's path, if it is here and its digest is still right."""
+        """Return the complete file's path; None if the cache lacks it or its digest is wrong."""
         path = self._path(digest)
         return path if self._digests.matches(path, size, digest) else None
 
@@ -158,7 +158,9 @@ class BlobCache:
             raise
         return part.finish()
 
-    def open_part(self, digest: str, size: int, *, exclusive: bool = False) -> Part | None:
+    def open_part(
+        self, digest: str, size: int, *, exclusive: bool = False
+    ) -> PartialDownload | None:
         """Open a large file's partial download; return None while another process has it locked.
 
         Args:
@@ -174,13 +176,13 @@ class BlobCache:
             path = path.with_suffix(f".{os.getpid()}.part")
         return self._open(digest, path, size)
 
-    def _open(self, digest: str, path: Path, size: int) -> Part | None:
+    def _open(self, digest: str, path: Path, size: int) -> PartialDownload | None:
         with storage_errors("write", path):
             path.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o644)
             try:
                 if _lock(fd) and _is_named(fd, path):
-                    return Part(fd, path, self._path(digest), size, self._digests)
+                    return PartialDownload(fd, path, self._path(digest), size, self._digests)
             except BaseException:
                 os.close(fd)
                 raise
@@ -196,7 +198,7 @@ class BlobCache:
 
 @contextmanager
 def storage_errors(operation: str, path: Path) -> Iterator[None]:
-    """Convert an OSError inside this context to a StorageFailed that says what to do."""
+    """Convert an OSError inside this context to a StorageFailed with a remedy."""
     try:
         yield
     except OSError as error:

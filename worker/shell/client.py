@@ -78,6 +78,7 @@ _SHORT_PAUSE_S: Final = 0.25
 """The first pauses between attempts: a restarting coordinator is back within two seconds."""
 _LONG_PAUSE_S: Final = 5.0
 _SHORT_PAUSES_S: Final = 60.0
+"""After this long without a connection, pauses are long."""
 _REPORT_INTERVAL_S: Final = 10.0
 _LEAST_ATTEMPT_S: Final = 2.0
 """Shortest limit for an attempt, even if less time is left."""
@@ -214,9 +215,9 @@ class Client:
         return {"worker": session.name, **run}
 
     async def _serve(self) -> ExitCode:
-        since_s, printed_s = self._machine.now_s(), -_REPORT_INTERVAL_S
+        start_s, printed_s = self._machine.now_s(), -_REPORT_INTERVAL_S
         while not self._stop.is_set():
-            left_s = self._target.retry_for_s - (self._machine.now_s() - since_s)
+            left_s = self._target.retry_for_s - (self._machine.now_s() - start_s)
             reason = await self._attempt(max(left_s, _LEAST_ATTEMPT_S))
             leave = self._leave_action
             was_refused = leave is not None and leave.exit_code == ExitCode.NOT_AUTHORIZED
@@ -235,11 +236,11 @@ class Client:
                 if self._joins.connection_lost(
                     self._session, is_return_requested=leave is not None and not leave.is_failure
                 ):
-                    since_s, printed_s = now_s, -_REPORT_INTERVAL_S
+                    start_s, printed_s = now_s, -_REPORT_INTERVAL_S
                 if warning := self._joins.warning(self._session, reason):
                     self._print(warning)
             self._session = None
-            left_s = self._target.retry_for_s - (now_s - since_s)
+            left_s = self._target.retry_for_s - (now_s - start_s)
             if left_s <= 0:
                 raise Unreachable(self._describe_failure(reason))
             prefix = "" if self._target.address in reason else f"{self._target.address}: "
@@ -247,9 +248,9 @@ class Client:
             if now_s - printed_s >= _REPORT_INTERVAL_S:
                 printed_s = now_s
                 self._print(f"{self._problem}, giving up in {left_s:.0f} s")
-            is_early = now_s - since_s < _SHORT_PAUSES_S
+            is_early = now_s - start_s < _SHORT_PAUSES_S
             await self._pause(min(_SHORT_PAUSE_S if is_early else _LONG_PAUSE_S, left_s))
-            if now_s - since_s >= _FIND_AGAIN_AFTER_S:
+            if now_s - start_s >= _FIND_AGAIN_AFTER_S:
                 await self._update_address()
         return ExitCode.OK
 
@@ -440,7 +441,7 @@ class Client:
             case Challenge():
                 self._prove(channel, message)
             case Welcome():
-                self._remember_key(message)
+                self._store_key(message)
                 self._do(session.welcome(message))
             case Goodbye():
                 self._do(session.receive(message, body))
@@ -459,7 +460,7 @@ class Client:
         except NotAuthorized as error:
             self._leave(act.Leave(str(error), retry=False, exit_code=error.exit_code))
 
-    def _remember_key(self, welcome: Welcome) -> None:
+    def _store_key(self, welcome: Welcome) -> None:
         problem = self._credentials.store_key(self._certificate, self._hello.name, welcome.key)
         if problem:
             self._print(problem)
@@ -632,7 +633,7 @@ class Client:
 
 
 class PeerExchange:
-    """A worker's exchange of gradients in one run, from the end of the build on.
+    """A worker's exchange of gradients in one run, after the task is built.
 
     `gradient_exchange.py` decides, one event at a time: the coordinator's messages are handled in
     the event loop, those of links in the threads that read them. Actions are always executed in the
@@ -774,8 +775,9 @@ class PeerExchange:
 class InnerCheckpointThrottle:
     """Skip an inner checkpoint while an earlier one of the same replica is still being sent.
 
-    An inner checkpoint is as large as the state, so on a slow link unsent checkpoints would fill
-    the memory. After a skipped checkpoint, a successor repeats some steps, with the same result.
+    An inner checkpoint is as large as the state, so on a slow link unsent checkpoints fill the
+    memory. After a skipped checkpoint, another worker that takes over repeats more steps, with the
+    same result.
     """
 
     def __init__(self) -> None:

@@ -37,7 +37,7 @@ class CounterCheck:
             self._step, self._changes = replica.step, {}
             self._initial_counters = {n: replica.parameters[n].copy() for n in self._counters}
 
-    def note(self, step: int, block: int, changes: Array, weight: float) -> None:
+    def record_changes(self, step: int, block: int, changes: Array, weight: float) -> None:
         """Record a subtree's sum of changes in a step."""
         if block in self._counters and step == self._step and weight:
             self._changes[block] = np.rint(changes / np.float32(weight))

@@ -86,13 +86,15 @@ class Codec:
     """Encodes and decodes the dataclasses of one direction.
 
     Args:
-        kinds: The union of the dataclasses.
+        message_classes: The union of the dataclasses.
         write: Stores a contiguous array where the receiver can read it; returns its location.
         read: Returns the flat array at a location, with the given dtype.
     """
 
-    def __init__(self, kinds: Any, write: Write, read: Read) -> None:
-        self._kinds: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(kinds)}
+    def __init__(self, message_classes: Any, write: Write, read: Read) -> None:
+        self._classes: dict[str, type[Any]] = {
+            message_class.__name__: message_class for message_class in get_args(message_classes)
+        }
         self._write, self._read = write, read
 
     def pack(self, message: Any) -> Packed:
@@ -101,14 +103,15 @@ class Codec:
         Raises:
             SharedMemoryFull: There is no room for its arrays.
         """
-        kind = type(message)
-        assert self._kinds[kind.__name__] is kind, "a message of the other direction"
-        return [kind.__name__, *self._encode(message, kind)]
+        message_class = type(message)
+        name = message_class.__name__
+        assert self._classes[name] is message_class, "a message of the other direction"
+        return [name, *self._encode(message, message_class)]
 
     def unpack(self, message: Packed) -> Any:
         """Decode a message; its arrays are views of shared memory."""
         name, *values = message
-        return self._decode(values, self._kinds[name])
+        return self._decode(values, self._classes[name])
 
     def _encode(self, value: Any, hint: Any) -> Any:
         if value is None:
@@ -192,10 +195,10 @@ def _shape(hint: Any) -> _Shape:
 
 
 @cache
-def _hints(kind: type[Any]) -> dict[str, Any]:
+def _hints(record: type[Any]) -> dict[str, Any]:
     """Return the type hints of a dataclass's or a named tuple's fields, by name."""
-    hints = get_type_hints(kind)
-    names = [f.name for f in fields(kind)] if is_dataclass(kind) else kind._fields
+    hints = get_type_hints(record)
+    names = [f.name for f in fields(record)] if is_dataclass(record) else record._fields
     return {name: hints[name] for name in names}
 
 
@@ -216,7 +219,7 @@ def _encode_error(error: Exception) -> Packed:
     """Encode an error: its nearest class that both ends have, its arguments, plain attributes."""
     if not isinstance(error, SamestepError):
         error = SamestepError(str(error) or repr(error))
-    known_class = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
+    known_class = next(c for c in type(error).__mro__ if c.__module__ == errors.__name__)
     args = [arg if isinstance(arg, _PLAIN) else str(arg) for arg in error.args]
     attributes = {key: value for key, value in vars(error).items() if isinstance(value, _PLAIN)}
     return [known_class.__name__, args, attributes]

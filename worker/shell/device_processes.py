@@ -1,7 +1,7 @@
 """Run each device of a multi-device worker in a separate process, with shared memory.
 
-A device process ends when its pipe is closed, so it ends with the worker. It leaves nothing behind:
-the shared memory has no name and is freed with the last process.
+A device process ends when its pipe is closed, so it ends with the worker. The shared memory has no
+name and is freed with the last process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class DeviceProcesses:
         trace: Trace file of the worker; each device writes one beside it.
         module: The module that each process runs.
         variables: Additional environment variables of the device processes.
-        script: How the processes run the user's script; None if they run none.
+        script: Limits of the user's script in the processes; None if they run none.
 
     Raises:
         UsageError: This system has no anonymous shared memory, or limits it.
@@ -97,7 +97,13 @@ class DeviceProcesses:
     def start(self, name: str, on_report: ReportHandler, on_loss: LossHandler) -> Link:
         """See `group_engine.Devices`."""
         trace = self._trace and str(self._trace.with_stem(f"{self._trace.stem}-{name}"))
-        arguments = (self._module, name, self._backend, _argument(self._devices[name]), trace or "")
+        arguments = (
+            self._module,
+            name,
+            self._backend,
+            _format_device(self._devices[name]),
+            trace or "",
+        )
         process = _Process(
             arguments, self._memory, on_report, on_loss, self._print_line,
             environment=self._environment, script=self._script,
@@ -138,7 +144,7 @@ class _Process:
         self._reports = report_codec(device_memory, self._unused_extents)
         self._pipe = Pipe(worker_end)
         self._on_report, self._on_loss, self._print_line = on_report, on_loss, print_line
-        self._ending = False
+        self._is_ending = False
         self.preparing = ""
         self._killed_before = count_oom_kills()
         module, *options = arguments
@@ -165,7 +171,7 @@ class _Process:
         self._pipe.send(*self._free_messages(), self._orders.pack(order))
 
     def end(self) -> None:
-        self._ending = True
+        self._is_ending = True
         self._pipe.close()
 
     def wait(self) -> None:
@@ -191,14 +197,14 @@ class _Process:
         self.preparing = ""
         self._process.kill()
         if (phase := self._script_phase) is not None:
-            if self._ending:
+            if self._is_ending:
                 phase.drop_output()
             else:
                 phase.show_output()
-        if reason and not self._ending:
+        if reason and not self._is_ending:
             self._on_loss(reason)  # before the process ends, which a driver may delay
         code = self._process.wait()
-        if not reason and not self._ending:
+        if not reason and not self._is_ending:
             self._on_loss(_describe_end(code, self._killed_before))
 
     def _handle(self, message: Packed) -> None:
@@ -238,7 +244,7 @@ class _Process:
         return [["free", extents]] if extents else []
 
 
-def _argument(device: int | str | None) -> str:
+def _format_device(device: int | str | None) -> str:
     return "" if device is None else str(device)
 
 

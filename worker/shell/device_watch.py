@@ -20,6 +20,7 @@ _LEAST_S: Final = 60.0
 _LEAST_WITH_DATA_S: Final = 600.0
 """The same limit if code of the task reads samples before the device computes."""
 _TIMES_SLOWEST: Final = 30
+"""A device may take this many times as long as for its slowest answer before."""
 _FIRST_ANSWER_S: Final = 1800.0
 """The limit for the first answer."""
 _PREPARATION_S: Final = 1800.0

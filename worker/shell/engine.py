@@ -1,7 +1,7 @@
 """The device thread: builds the task, computes subtrees, applies steps, one action at a time.
 
-All slow work runs here, outside the event loop that serves the network. Results go through
-`emit`, which is called in this thread.
+All slow work runs here, outside the event loop that serves the network. Results go through `emit`,
+which is called in this thread, in that of the digest and in that of the device watch.
 """
 
 from __future__ import annotations
@@ -360,7 +360,8 @@ class Engine:
 
         Args:
             action: The action; `CancelWork` and `CancelSubtree` take effect at once.
-            release: Called in this object's thread once the action's arrays are no longer needed.
+            release: Called once the action's arrays are no longer needed, in the engine's thread;
+                for a cancellation at once.
         """
         match action:
             case act.CancelWork():
@@ -642,7 +643,7 @@ class Engine:
                 )  # fmt: skip
                 since_us = now_us()
             if isinstance(item, BlockGradient):
-                job.counters.note(step_id.step, item.block, item.values, weight)
+                job.counters.record_changes(step_id.step, item.block, item.values, weight)
                 self._emit(BlockSum(step_id, subtree, item.block, item.values, weight))
             leaf += item.block == 0
         assert loss is not None
@@ -660,8 +661,8 @@ class Engine:
         step_id, subtree = action.step_id, action.subtree
         program = _coupled_program(self._require_job())
         number = subtree.lo
-        with closing(program.embed(leaves)) as embedded:
-            for rows in self._watch.await_each(embedded):
+        with closing(program.embed(leaves)) as embeddings:
+            for rows in self._watch.await_each(embeddings):
                 yield  # the device computes; other work may run
                 if self._is_cancelled(step_id, subtree):
                     return
@@ -821,7 +822,7 @@ class Engine:
             self._tracer.span("apply step", "device", start_us, step=job.replica.step)
         if has_hidden_state:
             return
-        self._replica.report(job.replica)
+        self._replica.start_hashing(job.replica)
         self._retry_sum_trial(job)
 
     def _check_subnormals(self, job: _Job) -> None:
@@ -867,7 +868,7 @@ class Engine:
         self._replica.change(job.replica, action)
         job.is_complete = True
         self._load(job)
-        self._replica.report(job.replica)
+        self._replica.start_hashing(job.replica)
 
     def _copy_state(self, action: act.CopyState) -> None:
         del action

@@ -32,12 +32,12 @@ from worker.logic.file_fetch import (
     Located,
     PartOpened,
 )
-from worker.shell.blob_cache import BlobCache, Part, storage_errors
+from worker.shell.blob_cache import BlobCache, PartialDownload, storage_errors
 from worker.shell.input_directory import link_files, local_spec
 
 _BUSY_PAUSE_S: Final = 0.25
 _BUSY_PATIENCE_S: Final = 10.0
-"""Stop waiting for another worker's partial download when it has not grown for this long."""
+"""Time without growth after which another worker's partial download is no longer awaited."""
 
 
 class FileFetcher:
@@ -65,7 +65,7 @@ class FileFetcher:
         self._digests = FileDigests()
         self._failed_generation = -1
         self._cache: BlobCache | None = None
-        self._part: Part | None = None
+        self._part: PartialDownload | None = None
         self._awaited_part: tuple[str, int, float] = ("", 0, 0.0)
         self._inputs: ScratchDirectory | None = None
 
@@ -143,10 +143,10 @@ class FileFetcher:
         }
         if missing_files:
             # Partial downloads of other workers on this machine count: they share the cache.
-            parts = sum(
+            partial_bytes = sum(
                 min(cache.part_bytes(file.digest), file.size) for file in missing_files.values()
             )
-            cache.reserve(sum(file.size for file in missing_files.values()) - parts)
+            cache.reserve(sum(file.size for file in missing_files.values()) - partial_bytes)
         return Located(tuple(missing_files.values()))
 
     def _locate_all(

@@ -89,7 +89,7 @@ def _release_nothing() -> None:
 
 
 class GroupEngine:
-    """Drives the devices of a group. Same methods and threading rules as `engine.Engine`.
+    """Drives the devices of a group, with the methods and threading rules of `engine.Engine`.
 
     Args:
         device_set: The devices.
@@ -218,7 +218,7 @@ class GroupEngine:
         if self._tracer is not None and isinstance(action, act.Apply):
             self._tracer.span("apply step", "replica", start_us, step=self._built_replica.step)
         if not isinstance(action, act.LoadChunk):
-            self._hashed_replica.report(self._built_replica)
+            self._hashed_replica.start_hashing(self._built_replica)
 
     def _attach(self, output: outputs.Attach) -> None:
         replica = self._built_replica
@@ -238,7 +238,7 @@ class GroupEngine:
             self._decide(lambda: self._group.report(name, event) if is_current() else [])
 
         def on_loss(reason: str) -> None:
-            self._decide(lambda: self._group.lost(name, reason) if is_current() else [])
+            self._decide(lambda: self._group.handle_loss(name, reason) if is_current() else [])
 
         def is_current() -> bool:
             return self._links.get(name) is link

@@ -52,7 +52,7 @@ class HashedReplica:
         self.await_digest()
         replica.reset(parameters)
 
-    def report(self, replica: Replica) -> None:
+    def start_hashing(self, replica: Replica) -> None:
         """Start hashing the replica."""
 
         def work() -> None:

@@ -1,10 +1,10 @@
 """Replay a microbatch after training to detect hidden state in a task.
 
 Any worker may compute any microbatch, so gradients must depend on weights, samples and seed alone.
-A teacher that forward updates, a memory bank or a generator in the loss makes them depend on what
-this process computed before. So the digest of one microbatch's gradients at the initial weights is
-recorded, and compared again after some steps. Gradients decide whether there is hidden state;
-digests of frozen tensors and a walk over the user's objects find the culprit.
+A teacher that forward updates, a memory bank or a generator in the loss makes them depend on
+earlier computations of this process. So the digest of one microbatch's gradients at the initial
+weights is recorded, and compared again after some steps. Gradients decide whether there is hidden
+state; digests of frozen tensors and a walk over the user's objects find the culprit.
 
 One comparison costs a microbatch, two loads of the trained weights, and one read of all frozen
 tensors.
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 _FIRST_STEPS: Final = 2
 _NUDGE: Final = np.float32(1 + 2**-6), np.float32(2**-10)
-"""Factor and summand that turn initial weights into similar ones, as training would."""
+"""Factor and summand that turn initial weights into similar ones, like those after some steps."""
 _IN_TRAINING: Final = "during training"
 _BETWEEN_CALLS: Final = "from one call to the next"
 _IN_TRIAL: Final = "in a trial at other weights"
 _GRADIENT: Final = "the gradient of the same microbatch at the same weights"
-_GRADIENT_OF_OUR_TASK: Final = f"{_GRADIENT} (check this machine with worker doctor)"
+_GRADIENT_OF_BUILT_IN_TASK: Final = f"{_GRADIENT} (check this machine with worker doctor)"
 _REMEDY: Final = (
     "remove state that one call passes to the next (a moving average, a memory bank, a queue, a "
     "separate generator)"
@@ -95,7 +95,7 @@ class ReplayCheck:
                 self._try_other_weights()
 
     def begin_again(self) -> None:
-        """Restart the count of steps, for another run or another state."""
+        """Restart the count of steps, because another run or another state begins."""
         self._steps = 0
 
     def is_due(self, step: int) -> bool:
@@ -198,7 +198,7 @@ class ReplayCheck:
             culprit = "the batch of the same samples"
         if culprit is None and current.gradients != baseline.gradients:
             culprit = find_likely_cause(baseline.reachable, current.reachable)
-            culprit = culprit or (_GRADIENT if self._objects else _GRADIENT_OF_OUR_TASK)
+            culprit = culprit or (_GRADIENT if self._objects else _GRADIENT_OF_BUILT_IN_TASK)
         if culprit is not None:
             raise _state_error(culprit, period)
 
@@ -261,7 +261,7 @@ def refuse_unstable_batch(spec: RunSpec, task: Task, build: Callable[[], Batch])
 def _state_error(culprit: str, period: str = _IN_TRAINING, remedy: str = _REMEDY) -> DataError:
     return DataError(
         f"expected only the trained weights to change, but {culprit} changed {period}: the result "
-        f"would depend on which worker computes what; {remedy}"
+        f"would depend on the assignment of microbatches to workers; {remedy}"
     )
 
 

@@ -124,7 +124,7 @@ class InnerPhases:
         self._uncommitted_states.clear()
 
     def end_round(self, committed: StepId | None = None) -> None:
-        """Keep the carried state of the committed attempt for the next round; drop the rest.
+        """Keep the carried state of the committed attempt for the next round; drop all other state.
 
         The state of another attempt may come from a device that failed.
         """
@@ -168,7 +168,7 @@ class InnerPhases:
         if with_carried:
             self._carried_states[replica] = (step_id.step, self._read_carried_state(arrays))
         if inner:
-            losses = arrays.number()
+            losses = arrays.read_float()
             moments = moment_count(self._spec.optimizer)
             state = InnerState(
                 arrays.blocks(),
@@ -176,7 +176,7 @@ class InnerPhases:
                 arrays.counts() if arrays.unread_bytes else [],
             )
             self._checkpoints[step_id, replica] = _Checkpoint(inner, losses, state)
-        arrays.end()
+        arrays.check_end()
         self._loaded_phases.add((step_id, replica))
 
     def _read_carried_state(self, arrays: _Reader) -> CarriedState:
@@ -196,7 +196,7 @@ class InnerPhases:
     def compute(
         self, step_id: StepId, subtree: Subtree, run: Replica, now_s: Callable[[], float]
     ) -> Generator[Event | None]:
-        """Compute one inner phase; if the generator is closed, its progress is kept for later.
+        """Compute one inner phase; if the generator is closed, its progress is stored for later.
 
         Args:
             step_id: The round and its attempt.
@@ -209,10 +209,10 @@ class InnerPhases:
         """
         replica, start, start_s = subtree.lo, run.parameters, now_s()
         updates = run.optimizer_step * self._order.inner_steps  # updates that carried moments count
-        reported_s, checkpoint = start_s, self._begin(step_id, replica, start)
+        reported_s, checkpoint = start_s, self._starting_checkpoint(step_id, replica, start)
         counted_updates = updates if self._replicas.inner_state == "carry" else 0
         _check_counts(replica, checkpoint.state.missed_updates, counted_updates + checkpoint.inner)
-        steps, losses, inner = self._inner(), checkpoint.losses, checkpoint.inner
+        steps, losses, inner = self._inner_steps(), checkpoint.losses, checkpoint.inner
         steps.begin(checkpoint.state)
         try:
             while inner < self._order.inner_steps:
@@ -230,13 +230,15 @@ class InnerPhases:
             self._checkpoints[step_id, replica] = _Checkpoint(inner, losses, steps.state())
             raise
         self._checkpoints.pop((step_id, replica), None)
-        yield from self._end(step_id, subtree, start, steps)
+        yield from self._emit_result(step_id, subtree, start, steps)
         mean = losses / self._order.inner_steps
         # Scaled to a whole phase, which is the unit of speed for the planner.
-        share = (inner - checkpoint.inner) / inner
-        yield SubtreeDone(step_id, subtree, Loss(mean, 1.0), (now_s() - start_s) * 1e3 / share)
+        fraction = (inner - checkpoint.inner) / inner
+        yield SubtreeDone(step_id, subtree, Loss(mean, 1.0), (now_s() - start_s) * 1e3 / fraction)
 
-    def _begin(self, step_id: StepId, replica: int, start: Sequence[Array]) -> _Checkpoint:
+    def _starting_checkpoint(
+        self, step_id: StepId, replica: int, start: Sequence[Array]
+    ) -> _Checkpoint:
         checkpoint = self._checkpoints.get((step_id, replica))
         if checkpoint is not None:
             return checkpoint
@@ -260,7 +262,7 @@ class InnerPhases:
     def _zeros(self) -> list[Array]:
         return [np.zeros(block.elements, np.float32) for block in self._blocks]
 
-    def _inner(self) -> InnerSteps:
+    def _inner_steps(self) -> InnerSteps:
         if self._steps is None:
             # `RunSpec.update` averages committed rounds, not inner steps.
             optimizer = self._spec.optimizer.model_copy(update={"ema": None, "swa": None})
@@ -285,7 +287,7 @@ class InnerPhases:
                 yield from steps.step(leaves, SchedulePosition(update, step, self._order.total))
             )
 
-    def _end(
+    def _emit_result(
         self, step_id: StepId, subtree: Subtree, start: Sequence[Array], steps: InnerSteps
     ) -> Generator[Event]:
         """Emit the pseudo-gradient (start minus end, rounded by the codec) and carried state."""
@@ -320,8 +322,8 @@ class InnerPhases:
                     difference += previous_residual[number] * _FEEDBACK
                 payload = difference.copy()
                 for chunk in range(block.chunks):
-                    piece = block.chunk_slice(chunk)
-                    payload[piece] = project(payload[piece].copy(), self._replicas.codec)
+                    part = block.chunk_slice(chunk)
+                    payload[part] = project(payload[part].copy(), self._replicas.codec)
                 mark_absent(block, payload)  # every tensor has a difference
                 differences.append(payload)
                 if previous_residual:
@@ -355,7 +357,7 @@ class _Reader:
         self._blocks = blocks
         self._offset = 0
 
-    def number(self) -> float:
+    def read_float(self) -> float:
         return float(_LOSS.unpack(self._take(_LOSS.size).tobytes())[0])
 
     def blocks(self) -> list[Array]:
@@ -377,21 +379,21 @@ class _Reader:
             for block in self._blocks
         ]
 
-    def end(self) -> None:
+    def check_end(self) -> None:
         if self._offset != len(self._content):
             raise DataError(
                 f"expected {self._offset} bytes of a replica's state, got {len(self._content)}"
             )
 
     def _take(self, length: int) -> Bytes:
-        piece = self._content[self._offset : self._offset + length]
+        part = self._content[self._offset : self._offset + length]
         self._offset += length
-        if len(piece) != length:
+        if len(part) != length:
             raise DataError(
                 f"expected at least {self._offset} bytes of a replica's state, "
                 f"got {len(self._content)}"
             )
-        return piece
+        return part
 
 
 def _concatenate(arrays: Sequence[Array]) -> Bytes:

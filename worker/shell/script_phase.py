@@ -1,7 +1,7 @@
 """The part of a device process in which it runs the user's script, before the device's work.
 
 The user's own process runs the script too and prints the same, so the output of the others is held,
-and dropped once the task is built. If that never happens, the output is shown whole.
+and dropped once the task is built. If the task is not built, the whole output is shown.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _TICK_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ScriptLimits:
-    """How device processes run the user's script.
+    """Limits of the user's script in device processes.
 
     Attributes:
-        goal: What the script must reach, such as "call 1 of fit".
-        timeout_s: How long a process may take to reach it.
+        goal: The point that the script must reach, such as "call 1 of fit".
+        timeout_s: How long a process may take to reach the goal.
         show: Shows a text on standard error; any thread may call it.
     """
 
@@ -38,8 +38,8 @@ class ScriptPhase:
 
     Args:
         name: The device's name.
-        script: What the script must reach, and when.
-        on_timeout: Called once, from another thread, with the reason, if the time is over.
+        script: The goal, and the time for it.
+        on_timeout: Called once, from another thread, with the reason, if the script is too late.
     """
 
     def __init__(self, name: str, script: ScriptLimits, on_timeout: Callable[[str], None]) -> None:

@@ -103,7 +103,7 @@ def coordinator_messages(outputs: list[Output]) -> str:
 
 
 def lose_device(devices: DeviceGroup, name: str) -> list[Output]:
-    return devices.lost(name, "was ended by SIGKILL")
+    return devices.handle_loss(name, "was ended by SIGKILL")
 
 
 def fail_device(devices: DeviceGroup, name: str) -> list[Output]:
@@ -168,7 +168,7 @@ def test_siblings_compute_the_missing_sums_of_a_lost_device():
     parts = dict(compute_orders(devices.do(act.Compute(STEP_ID, M, Subtree(0, 4)))))
     compute_part(devices, "a", parts["a"])
     devices.report("b", events.BlockSum(STEP_ID, parts["b"], 1, subtree_sum(parts["b"], 1), 2.0))
-    outputs = devices.lost("b", "was ended by SIGKILL")
+    outputs = devices.handle_loss("b", "was ended by SIGKILL")
     assert Start("b") in outputs
     assert "'b' was ended by SIGKILL; restarted, 1 of at most 3 times" in coordinator_messages(
         outputs
@@ -286,7 +286,7 @@ def test_canceled_pending_work_reaches_no_device():
 
 def test_restarted_device_reads_the_replica():
     devices = group("a", "b")
-    devices.lost("b", "was ended by SIGKILL")
+    devices.handle_loss("b", "was ended by SIGKILL")
     names = {name for name, _ in compute_orders(devices.do(act.Compute(STEP_ID, M, Subtree(0, 1))))}
     assert names == {"a"}
     outputs = devices.report("b", BUILT)
@@ -300,7 +300,7 @@ def test_device_restarted_during_loading_reads_the_complete_state():
     devices = group("a", "b")
     chunks = [act.LoadChunk("parameters", n, 0, np.ones(3, np.float32)) for n in (0, 1)]
     assert devices.do(chunks[0]) == [ChangeReplica(chunks[0])]
-    devices.lost("b", "was ended by SIGKILL")
+    devices.handle_loss("b", "was ended by SIGKILL")
     assert Attach("b", was_reset=False) not in devices.report("b", BUILT)
     assert devices.do(chunks[1]) == [ChangeReplica(chunks[1])]
     restore = act.Restore(3, 2)
@@ -395,16 +395,16 @@ def test_values_that_are_not_finite_are_reported_with_their_device():
 
 def test_worker_rejoins_if_no_device_has_the_state():
     devices = group("a", "b")
-    devices.lost("a", "was ended by SIGKILL")
-    (loss,) = session_events(devices.lost("b", "was ended by SIGKILL"))
+    devices.handle_loss("a", "was ended by SIGKILL")
+    (loss,) = session_events(devices.handle_loss("b", "was ended by SIGKILL"))
     assert isinstance(loss, events.DevicesLost)
 
 
 def test_repeatedly_ending_process_is_excluded():
     devices = group("a", "b")
     for _ in range(MOST_RESTARTS):
-        assert Start("b") in devices.lost("b", "was ended by SIGKILL")
-    outputs = devices.lost("b", "was ended by SIGKILL")
+        assert Start("b") in devices.handle_loss("b", "was ended by SIGKILL")
+    outputs = devices.handle_loss("b", "was ended by SIGKILL")
     assert Start("b") not in outputs
     assert "the device is left out" in coordinator_messages(outputs)
     assert not session_events(outputs)

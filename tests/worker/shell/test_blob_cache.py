@@ -14,7 +14,7 @@ from protocol.base.errors import StorageFailed
 from protocol.spec.files.file_digest import FileDigests
 from tests.cluster import ROOT
 from tests.durable_run import small_disk
-from worker.shell.blob_cache import BlobCache, Part
+from worker.shell.blob_cache import BlobCache, PartialDownload
 
 CONTENT = np.random.default_rng(1).integers(0, 256, 3_000_000, np.uint8)
 DIGEST = blake3(CONTENT.data).hexdigest()
@@ -26,7 +26,7 @@ def cache(tmp_path) -> BlobCache:
     return BlobCache(tmp_path / "cache", FileDigests())
 
 
-def open_part(cache: BlobCache) -> Part:
+def open_part(cache: BlobCache) -> PartialDownload:
     part = cache.open_part(DIGEST, SIZE)
     assert part is not None
     return part

@@ -1,7 +1,7 @@
 """Task seq2seq: an encoder-decoder (T5, BART) learns to turn one text into another.
 
-For example into a summary, a translation or a correction. The decoder predicts each token of the
-target from the previous ones and from the encoded source. With `data.generate_tokens`, evaluation
+Examples are summaries, translations and corrections. The decoder predicts each token of the target
+from the previous ones and from the encoded source. With `data.generate_tokens`, evaluation
 also generates a target for each held-out source and compares it with the reference.
 """
 
@@ -96,7 +96,7 @@ class GeneratedTargets:
 
     Attributes:
         data: The samples.
-        decoding: How targets are generated.
+        decoding: Settings of the generation.
         tokenizer: The model's tokenizer.
     """
 
@@ -108,7 +108,7 @@ class GeneratedTargets:
     def of(
         data: PairData, loaded: pretrained.Pretrained, start: int, max_tokens: int
     ) -> GeneratedTargets:
-        """Generate targets of at most `max_tokens` tokens.
+        """Prepare the generation of targets of at most `max_tokens` tokens.
 
         Raises:
             DataError: The model has fewer positions.

@@ -1,7 +1,7 @@
 """Task teacher-logits: capture a causal model's logits for each next token of a text.
 
-Nothing is trained. The whole text is divided into samples as in task causal-lm. The student's run
-decides which of them are held out.
+The run trains no parameter. The whole text is divided into samples as in task causal-lm. The
+student's run holds some of them out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from worker.tasks.language.causal_lm import load_model, token_loss
 _PLACEHOLDER_PARAMETER = "nothing_trained"
 """The only parameter of a capture. No step changes it; a run must have a parameter."""
 _NOTES: Final = {"train_tokens": "tokens", "train_tokens_with_loss": "tokens_with_loss"}
-"""Names of the data's counts in a run that trains nothing."""
+"""Names of the data's counts in a run without training."""
 _CACHED_BYTES: Final = 4 * limits.MIB
 """Size of the logits that a CPU reduces at once, small enough for its cache."""
 
@@ -50,7 +50,7 @@ class TeacherLogits:
         vocabulary = min(loaded.vocabulary, len(tokenizer))
         check_tokens(data.max_token, vocabulary)
         self._samples = data.train
-        self._layout = layout = _layout(spec, vocabulary)
+        self._capture_layout = layout = _capture_layout(spec, vocabulary)
         module = loaded.model.requires_grad_(requires_grad=False)
         module.register_parameter(_PLACEHOLDER_PARAMETER, nn.Parameter(torch.zeros(1)))
         tensor = TensorSpec(name=_PLACEHOLDER_PARAMETER, shape=(1,))
@@ -98,7 +98,7 @@ class TeacherLogits:
         raise AssertionError(part)
 
 
-def _layout(spec: TeacherLogitsRun, vocabulary: int) -> CaptureLayout:
+def _capture_layout(spec: TeacherLogitsRun, vocabulary: int) -> CaptureLayout:
     """Return the layout of a captured sample.
 
     Raises:
@@ -120,10 +120,10 @@ def _layout(spec: TeacherLogitsRun, vocabulary: int) -> CaptureLayout:
     )
     step_bytes = spec.batch.samples * layout.sample_bytes
     if step_bytes > limits.CAPTURED_STEP_BYTES:
-        fits = limits.CAPTURED_STEP_BYTES // layout.sample_bytes
+        max_samples = limits.CAPTURED_STEP_BYTES // layout.sample_bytes
         raise DataError(
             f"the logits of a step are {byte_size(step_bytes)}, over the limit of "
-            f"{byte_size(limits.CAPTURED_STEP_BYTES)}: --set batch.samples={fits}"
+            f"{byte_size(limits.CAPTURED_STEP_BYTES)}: --set batch.samples={max_samples}"
         )
     return layout
 
@@ -178,7 +178,7 @@ def _reduce_logits(
 
     Returns:
         The cross-entropy of the label, (rows,); the largest logits and their ids, both (rows, k),
-        with k = 0 if tokens are drawn; the log-sum-exp of all logits at temperature 1 and at the
+        with k = 0 if tokens are sampled; the log-sum-exp of all logits at temperature 1 and at the
         capture's temperature, both (rows,).
     """
     shifted = logits - logits.amax(-1, keepdim=True)
@@ -224,10 +224,10 @@ def _draw(
     seed: int,
     sample_ids: torch.Tensor,
 ) -> torch.Tensor:
-    """Draw tokens from the distribution at the capture's temperature, (samples, length, k).
+    """Sample tokens from the distribution at the capture's temperature, (samples, length, k).
 
     The cumulative distribution is inverted in float64 on the host, with `backends.base.draws`, so
-    every worker draws the same tokens.
+    every worker samples the same tokens.
     """
     samples = []
     for number, rows, log_sum in zip(sample_ids.tolist(), shifted.cpu(), lse.cpu(), strict=True):

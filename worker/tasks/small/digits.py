@@ -34,7 +34,7 @@ _LARGEST_PIXEL: Final = 16.0
 
 
 class Digits:
-    """Images x: (samples, 64) float32 in [0, 1], labels: (samples,) int64."""
+    """The task digits. Batches have x, (samples, 64) float32 in [0, 1], and labels, (samples,)."""
 
     def __init__(self, spec: RunSpec) -> None:
         self._x, self._labels = read_digits()
@@ -62,7 +62,7 @@ class Digits:
         )
 
     def initial_parameters(self) -> list[Array]:
-        """Return uniform values in +-1/sqrt(inputs): torch's rule, our draws."""
+        """Return uniform values in +-1/sqrt(inputs), as torch does, from `backends.base.draws`."""
         return [
             np.concatenate([
                 draws.symmetric_uniforms(

@@ -24,7 +24,7 @@ _FLOAT32_BITS: Final = 24
 
 
 class Regress:
-    """Features x: (samples, features), targets y: (samples,), both float32."""
+    """The task regress. Batches have x, (samples, features), and y, (samples,), both float32."""
 
     def __init__(self, spec: RunSpec) -> None:
         samples, features = spec.regress.samples, spec.regress.features
@@ -61,7 +61,7 @@ class Regress:
         return Batch({"x": self._x[rows], "y": self._y[rows]}, float(len(rows)))
 
     def evaluation_batch(self, part: int) -> Batch:
-        """Make a batch of `PART_SAMPLES` samples: every sample is for training and evaluation."""
+        """Make a batch of up to `PART_SAMPLES` training samples, which also serve evaluation."""
         lo = part * PART_SAMPLES
         return self.batch(range(lo, min(lo + PART_SAMPLES, len(self._y))))
 
@@ -70,7 +70,7 @@ def generate(seed: int, samples: int, features: int, noise: float) -> tuple[Arra
     """Generate features in [-1, 1), and targets of a linear law with coefficients in [-1, 1).
 
     Args:
-        seed: Seed of all draws.
+        seed: Seed of all random values.
         samples: Number of rows.
         features: Number of columns.
         noise: Standard deviation of the noise on the targets.
