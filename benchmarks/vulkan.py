@@ -34,7 +34,7 @@ from torch import nn
 from backends.base.interface import Batch, Trainable
 from backends.registry import choose
 from backends.wgpu.backend import VulkanBackend
-from backends.wgpu.lowering.lowering import Templates
+from backends.wgpu.lowering.lowering import KernelOptions
 from backends.wgpu.program import CompiledProgram
 from backends.wgpu.shaders.attention.problem import AttentionSizes
 from backends.wgpu.shaders.dispatch import Dispatch
@@ -116,7 +116,7 @@ def matmul_row(
 
 
 @dataclass(frozen=True, slots=True)
-class _ForcedFusion(Templates):
+class _ForcedFusion(KernelOptions):
     """AttentionPolicy attention or does not, as `fused` says, whether or not this is faster."""
 
     fused: bool = False

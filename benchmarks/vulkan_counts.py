@@ -25,7 +25,7 @@ from backends.wgpu.device.running import Submission
 from backends.wgpu.device.sum_stack import Sources, SumStack, largest_level_count
 from backends.wgpu.device.target import Buffer, CommandList
 from backends.wgpu.lowering.lowered_plan import lower_to_plan
-from backends.wgpu.lowering.lowering import Templates
+from backends.wgpu.lowering.lowering import KernelOptions
 from backends.wgpu.lowering.microbatching import enlarge_for_microbatches
 from backends.wgpu.lowering.plan import Plan
 from backends.wgpu.shaders.dispatch import Dispatch, Shader
@@ -63,7 +63,7 @@ def plan_of(trainable: Trainable, batch: Batch) -> tuple[Plan, float]:
     assert loss is not None
     trained_names = [tensor.name for block in trainable.blocks for tensor in block.tensors]
     arrays = {name: torch.from_numpy(array) for name, array in batch.arrays.items()}
-    templates = Templates(
+    templates = KernelOptions(
         cooperative=True,
         matmul=card_shader,
         bindings=_BINDINGS,

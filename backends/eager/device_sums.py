@@ -20,7 +20,7 @@ from protocol.exact.reduction.tree import Subtree
 from protocol.exact.reduction.tree_sum import TreeSum, tree_sum
 from protocol.spec.manifest import Block
 
-_LEAST_STAGING_ELEMENTS: Final = 1 << 20
+_SMALLEST_RING_ELEMENTS: Final = 1 << 20
 
 
 def join_parts(
@@ -127,7 +127,7 @@ class StagingMemory:
     """
 
     def __init__(self, block_elements: Sequence[int]) -> None:
-        staging_elements = max(*block_elements, min(sum(block_elements), _LEAST_STAGING_ELEMENTS))
+        staging_elements = max(*block_elements, min(sum(block_elements), _SMALLEST_RING_ELEMENTS))
         self._memory = torch.empty(1 << (staging_elements - 1).bit_length(), pin_memory=True)
         self._in_use: deque[tuple[int, int]] = deque()
         self._changed = threading.Condition()

@@ -13,7 +13,7 @@ from backends.wgpu.device.adapters import Adapter, adapters
 from backends.wgpu.device.arithmetic import count_changed_float16, count_wrong_additions
 from backends.wgpu.device.device import Device
 from backends.wgpu.device.matmul_tuning import MatmulTuner
-from backends.wgpu.lowering.lowering import Templates
+from backends.wgpu.lowering.lowering import KernelOptions
 from backends.wgpu.program import CompiledProgram
 from protocol.base.errors import BackendUnavailable
 from protocol.base.limits import MICROBATCHES_PER_DISPATCH
@@ -107,7 +107,7 @@ class VulkanBackend:
             )
         device_bindings = self.device.limits["max-storage-buffers-per-shader-stage"]
         bindings = min(device_bindings, _BINDINGS)
-        template = Templates(
+        options = KernelOptions(
             not self.adapter.software,
             self.tuner.shader,
             bindings=bindings,
@@ -119,7 +119,7 @@ class VulkanBackend:
         return compile_program(
             self.device,
             trainable,
-            template,
+            options,
             batches,
             evaluations,
             adds_on_device=adds_on_device,

@@ -11,7 +11,7 @@ from backends.wgpu.canonical.convention import Convention
 from backends.wgpu.canonical.host import CpuTarget, product_shader
 from backends.wgpu.compiled import compile_program
 from backends.wgpu.graph.values import NoRule
-from backends.wgpu.lowering.lowering import Templates
+from backends.wgpu.lowering.lowering import KernelOptions
 from backends.wgpu.program import CompiledProgram
 from protocol.base.errors import SamestepError
 from protocol.base.limits import MICROBATCHES_PER_DISPATCH
@@ -36,12 +36,12 @@ def compile_canonical_for_cpu(
         SamestepError: The task cannot be compiled, with the reason.
     """
     host = CpuTarget(convention_of(trainable.arithmetic), trainable.threads)
-    template = Templates(cooperative=True, matmul=product_shader, canonical=True)
+    options = KernelOptions(cooperative=True, matmul=product_shader, canonical=True)
     # Subtree sums must keep subnormals, so the host adds if kernels flush them.
     adds_on_device = not host.convention.flushes
     with _explain_missing_rule("arithmetic: native"):
         return compile_program(
-            host, trainable, template, batches, evaluations, adds_on_device=adds_on_device
+            host, trainable, options, batches, evaluations, adds_on_device=adds_on_device
         )
 
 
@@ -66,7 +66,7 @@ def compile_canonical_for_device(
     convention = convention_of(trainable.arithmetic)
     target = CanonicalDevice(device, convention)
     refuse_other_convention(target, tuner.shader, convention)
-    template = Templates(
+    options = KernelOptions(
         cooperative=True,
         matmul=tuner.shader,
         canonical=True,
@@ -74,7 +74,7 @@ def compile_canonical_for_device(
     )
     with _explain_missing_rule("arithmetic: native, and a cpu or cuda worker,"):
         return compile_program(
-            target, trainable, template, batches, evaluations, adds_on_device=adds_on_device
+            target, trainable, options, batches, evaluations, adds_on_device=adds_on_device
         )
 
 

@@ -9,7 +9,7 @@ from typing import Final
 from backends.base.interface import Batch, Trainable
 from backends.losses.coupled_loss import with_backward_loss
 from backends.wgpu.device.target import ComputeTarget
-from backends.wgpu.lowering.lowering import Templates
+from backends.wgpu.lowering.lowering import KernelOptions
 from backends.wgpu.parity import Parity
 from backends.wgpu.program import CompiledProgram
 from protocol.base.errors import SamestepError
@@ -21,7 +21,7 @@ _FLOAT32_ONLY: Final = "canonical arithmetic is float32 only"
 def compile_program(
     target: ComputeTarget,
     trainable: Trainable,
-    template: Templates,
+    options: KernelOptions,
     batches: Sequence[Batch],
     evaluations: Sequence[Batch],
     *,
@@ -33,7 +33,7 @@ def compile_program(
     Args:
         target: The device to run on.
         trainable: The task.
-        template: How kernels are generated for the target.
+        options: Options of kernel generation for the target.
         batches: Microbatches, at least one, one of each shape.
         evaluations: Evaluation batches, one of each shape.
         adds_on_device: Whether the target may add subtree sums, because its additions are exact.
@@ -49,9 +49,9 @@ def compile_program(
             "programs do not support; use a cpu or cuda worker with native arithmetic"
         )
     _refuse_precision(trainable.precision, float16_refusal)
-    template = replace(template, is_float16=trainable.precision == "float16")
+    options = replace(options, is_float16=trainable.precision == "float16")
     trainable = with_backward_loss(trainable)
-    program = CompiledProgram(target, trainable, template, adds_on_device=adds_on_device)
+    program = CompiledProgram(target, trainable, options, adds_on_device=adds_on_device)
     if trainable.capture_rows is not None:
         for batch in batches:
             program.capture_rows(batch)

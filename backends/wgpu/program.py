@@ -70,7 +70,7 @@ from backends.wgpu.lowering.estimate import (
     refuse_insufficient_memory,
 )
 from backends.wgpu.lowering.lowered_plan import lower_to_plan
-from backends.wgpu.lowering.lowering import Templates
+from backends.wgpu.lowering.lowering import KernelOptions
 from backends.wgpu.lowering.microbatching import enlarge_for_microbatches
 from backends.wgpu.lowering.plan import Plan
 from backends.wgpu.subtree_sum import sum_on_device
@@ -98,7 +98,7 @@ class CompiledProgram:
     Args:
         device: The device to run on.
         trainable: The task.
-        template: How kernels are generated for the device.
+        options: Options of kernel generation for the device.
         adds_on_device: Whether the device may add subtree sums, because its additions are exact.
         largest_bytes: Largest size of a buffer; by default the device's limit.
 
@@ -111,12 +111,12 @@ class CompiledProgram:
         self,
         device: ComputeTarget,
         trainable: Trainable,
-        template: Templates,
+        options: KernelOptions,
         *,
         adds_on_device: bool,
         largest_bytes: int | None = None,
     ) -> None:
-        self._template = template
+        self._options = options
         self._blocks = trainable.blocks
         self._trained_names = [tensor.name for block in self._blocks for tensor in block.tensors]
         self._coupled = self._coupled_capture(trainable)
@@ -131,7 +131,7 @@ class CompiledProgram:
         self._trainable = trainable
         self._loss = trainable.loss
         self._largest_bytes = largest_bytes or device.largest_buffer_bytes
-        table_bytes = CANONICAL_TABLE_BYTES if template.canonical else self._largest_bytes
+        table_bytes = CANONICAL_TABLE_BYTES if options.canonical else self._largest_bytes
         if trainable.capture_rows is None:
             trained_parameters(
                 trainable.module, trainable.blocks
@@ -141,7 +141,7 @@ class CompiledProgram:
         self._output_sizes = [self._gradient_sizes(block) for block in self._blocks]
         self._embedded: list[Rows] = []
         sizes = [[4 * elements for elements in sizes] for sizes in reversed(self._output_sizes)]
-        pairs = template.bindings // 2 if template.microbatches > 1 else 1
+        pairs = options.bindings // 2 if options.microbatches > 1 else 1
         self._sums = (
             SumStack(device, sizes, 1 << pairs.bit_length() - 1) if adds_on_device else None
         )
@@ -163,7 +163,7 @@ class CompiledProgram:
     def _coupled_capture(self, trainable: Trainable) -> CoupledCapture | None:
         if trainable.coupled is None or trainable.module is None:
             return None
-        fuses = self._template.fuses
+        fuses = self._options.fuses
         return CoupledCapture(trainable.coupled, trainable.module, self._trained_names, fuses)
 
     @property
@@ -204,11 +204,11 @@ class CompiledProgram:
     def capture(self, batch: Batch, *, closes_layers: bool = True) -> Capture:
         """Capture a step of the module in its current form; `closes_layers` as for
         `capture_step`."""
-        module, fuses = self._weights.module, self._template.fuses
+        module, fuses = self._weights.module, self._options.fuses
         tensors = named_tensors(module)
         trained_names = [name for name in self._trained_names if name in tensors]
         arrays = _copy_to_tensors(batch)
-        is_float16 = self._template.is_float16
+        is_float16 = self._options.is_float16
         fields = tuple if self._coupled is None else self._coupled.take_observed_fields
         return capture_step(
             module,
@@ -451,8 +451,8 @@ class CompiledProgram:
         arrays = {str(i): x.numpy() for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
         with self._lock:
             if key not in self._plans:
-                fuses = self._template.fuses
-                is_float16 = self._template.is_float16
+                fuses = self._options.fuses
+                is_float16 = self._options.is_float16
                 capture = capture_forward(
                     self._weights.module, args, kwargs, fuses, is_float16=is_float16
                 )
@@ -708,7 +708,7 @@ class CompiledProgram:
         if self._coupled is not None:
             groups.insert(0, [*self._field_outputs])
         return self._place_plan(
-            capture, groups, self._trained_names, limit=self._template.microbatches
+            capture, groups, self._trained_names, limit=self._options.microbatches
         )
 
     def _place_plan(
@@ -725,7 +725,7 @@ class CompiledProgram:
         table_indices = TableIndices(capture.graph, capture.arrays)
         split_tables(capture, self._weights.tables, trained_names)
         with _explain_failure("generate kernels for this model"):
-            plan = lower_to_plan(capture, base, constants, self._template, groups)
+            plan = lower_to_plan(capture, base, constants, self._options, groups)
         if self._sums is not None:
             plan = enlarge_for_microbatches(plan, limit, self._has_room)
         self.estimates.append(estimate(plan, self._weights.nbytes()))
@@ -775,7 +775,7 @@ class CompiledProgram:
             elif location.tensor:
                 buffers.append(self._weights.buffer(location.tensor))
             elif location.constant is not None:
-                words = tensor_words(location.constant, keeps_float16=self._template.is_float16)
+                words = tensor_words(location.constant, keeps_float16=self._options.is_float16)
                 buffers.append(self._device.buffer(words.nbytes))
                 self._device.upload(buffers[-1], words)
             else:

@@ -23,7 +23,7 @@ class CanonicalDevice:
     def __init__(self, device: Device, convention: Convention) -> None:
         self.device = device
         self.convention = convention
-        self._zero = device.uniform()
+        self._zero = device.uniform_buffer()
         self._rewritten: dict[str, tuple[Shader, bool]] = {}
 
     @property

@@ -23,7 +23,7 @@ _PRODUCTS: Final = frozenset({
 })  # fmt: skip
 """Names of the products among the functions of torch and `torch.nn.functional`, and among the
 methods of tensors."""
-_IN_FLOAT32: Final = frozenset({
+_FLOAT32_FUNCTIONS: Final = frozenset({
     "softmax", "log_softmax", "softmin", "softplus", "layer_norm", "rms_norm", "group_norm",
     "instance_norm", "normalize", "norm", "vector_norm", "cosine_similarity", "cdist", "pdist",
     "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div",
@@ -36,9 +36,9 @@ _IN_FLOAT32: Final = frozenset({
     "asin", "acos", "erfinv",
 })  # fmt: skip
 """Functions that torch's autocast computes in float32 on a GPU."""
-_BIASES: Final = frozenset({"bias", "attn_mask", "input"})
+_ADDEND_KEYWORDS: Final = frozenset({"bias", "attn_mask"})
 
-_active: list[HalfProducts] = []
+_active_modes: list[HalfProducts] = []
 
 
 class HalfProducts(TorchFunctionMode):
@@ -46,11 +46,11 @@ class HalfProducts(TorchFunctionMode):
 
     def __enter__(self) -> Any:
         """Activate the mode."""
-        _active.append(self)
+        _active_modes.append(self)
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exception: object) -> None:
-        _active.pop()
+        _active_modes.pop()
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
@@ -67,7 +67,7 @@ class HalfProducts(TorchFunctionMode):
                 return stand_in(func, types, args, kwargs)
         if name in _PRODUCTS:
             return _product(func, name, args, kwargs)
-        if name in _IN_FLOAT32:
+        if name in _FLOAT32_FUNCTIONS:
             args, kwargs = pytree.tree_map(_to_float32, (tuple(args), dict(kwargs)))
         return func(*args, **kwargs)
 
@@ -78,13 +78,13 @@ def stand_in_function(types: Sequence[type]) -> Callable[..., Any] | None:
 
     It calls functions of tensors, so it must run with the mode enabled.
     """
-    kinds = [kind for kind in types if not issubclass(kind, torch.Tensor)]
-    return getattr(kinds[0], "__torch_function__") if kinds else None  # noqa: B009 -- untyped
+    classes = [class_ for class_ in types if not issubclass(class_, torch.Tensor)]
+    return getattr(classes[0], "__torch_function__") if classes else None  # noqa: B009 -- untyped
 
 
 def computes_in_half() -> bool:
     """Whether the mode is active."""
-    return bool(_active)
+    return bool(_active_modes)
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def _product(
         for index, x in enumerate(args)
     ]
     keywords = {
-        key: _to_float32(x) if key in _BIASES - {"input"} else pytree.tree_map(_round_operand, x)
+        key: _to_float32(x) if key in _ADDEND_KEYWORDS else pytree.tree_map(_round_operand, x)
         for key, x in kwargs.items()
     }
     result = func(*operands, **keywords)

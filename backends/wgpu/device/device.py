@@ -140,7 +140,7 @@ class Device:
         with convert_device_errors(self.adapter.name):
             return Buffer(size, self._device.create_buffer(size=size, usage=_STORAGE))
 
-    def uniform(self) -> Buffer:
+    def uniform_buffer(self) -> Buffer:
         """Allocate four zero vectors for a uniform binding."""
         usage = wgpu.BufferUsage.UNIFORM
         with convert_device_errors(self.adapter.name):

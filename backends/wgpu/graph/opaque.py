@@ -151,14 +151,18 @@ def _layer_backward(grad_outputs: Sequence[torch.Tensor], call: int) -> list[tor
 
 
 KEEP: Final[Any] = torch.ops.samestep.keep.default
+"""A dropout mask: 0 with probability `drop`, else 1 / (1 - drop)."""
 UNIFORM: Final[Any] = torch.ops.samestep.uniform.default
 """Uniform random numbers in [0, 1), with 24 bits."""
 PARTIAL: Final[Any] = torch.ops.samestep.partial.default
+"""The first stage of a long reduction over `dims`; the last dimension has `parts` results."""
 ATTENTION: Final[Any] = torch.ops.samestep.attention.default
 """Flat result: the output as (B, T, H, D); then, per 4 rows of (B, H, T), their 4 maxima and the
 reciprocals of their 4 sums."""
 ATTENTION_QUERIES: Final[Any] = torch.ops.samestep.attention_queries.default
+"""The gradient of attention's queries, (B, T, H, D)."""
 ATTENTION_KEYS: Final[Any] = torch.ops.samestep.attention_keys.default
+"""The gradients of attention's keys and values, (2, B, S, G, D)."""
 JOINED_PRODUCTS: Final[Any] = torch.ops.samestep.joined_products.default
 SUM_OF_PRODUCTS: Final[Any] = torch.ops.samestep.sum_of_products.default
 LAYER_FORWARD: Final[Any] = torch.ops.samestep.layer_forward.default

@@ -247,7 +247,7 @@ class Emitter:
             raise NotFusable
         inner = text.inner_scope()
         value = inner.element(source, fold.coordinates(), fold.scalar)
-        lines = fold.shared_fold(inner.lines, value, f"sum{number}")
+        lines = fold.generate_shared_fold(inner.lines, value, f"sum{number}")
         return [
             *lines, "workgroupBarrier();", f"let fold{number} = {fold.result('shared_sums[0]')};",
             "workgroupBarrier();",
@@ -288,10 +288,10 @@ class Emitter:
         value = text.element(source, coords, reduction.scalar)
         if self.cooperative and reduction.is_shareable:
             grid = _folded_grid(reduction.outputs)
-            body = reduction.cooperative(text.lines, value)
+            body = reduction.generate_cooperative(text.lines, value)
         else:
             guard, grid = _invocations(reduction.outputs)
-            body = [*guard, *reduction.serial(text.lines, value)]
+            body = [*guard, *reduction.generate_serial(text.lines, value)]
         return _kernel(text, node, body, grid)
 
     def _scan(self, node: fx.Node) -> Kernel:
@@ -522,7 +522,7 @@ class _Reduction:
             round_to_type(total, self.node) if is_half(self.node) else total, self.node
         )
 
-    def serial(self, lines: Sequence[str], value: str) -> list[str]:
+    def generate_serial(self, lines: Sequence[str], value: str) -> list[str]:
         """Generate a reduction with one invocation per output."""
         if "arg" in self.name:
             better = f"{value} {'>' if self.name == 'argmax' else '<'} best"
@@ -541,14 +541,14 @@ class _Reduction:
         body += ["for (var r = first; r < end; r++) {", *lines, f"part += {value};", "}"]
         return [*body, "sum += part;", "}", self._store("sum")]
 
-    def cooperative(self, lines: Sequence[str], value: str) -> list[str]:
+    def generate_cooperative(self, lines: Sequence[str], value: str) -> list[str]:
         """Generate a reduction with a workgroup per output and strided terms per invocation."""
         body = [f"let i = group.x + group.y * {WORKGROUPS_PER_DIMENSION}u;"]
-        body += self.shared_fold(lines, value, "sum")
+        body += self.generate_shared_fold(lines, value, "sum")
         body += [f"if (local.x == 0u && i < {self.outputs}u) {{", self._store("shared_sums[0]")]
         return [*body, "}"]
 
-    def shared_fold(self, lines: Sequence[str], value: str, name: str) -> list[str]:
+    def generate_shared_fold(self, lines: Sequence[str], value: str, name: str) -> list[str]:
         """Return code that reduces into `shared_sums[0]`, which the first invocation may read."""
         body = [f"var {name} = {self.start};", f"if (i < {self.outputs}u) {{"]
         low, high = self._range()

@@ -16,7 +16,7 @@ from torch import fx
 
 from backends.wgpu.capture.capture import Kind
 from backends.wgpu.lowering.kernels import Kernel
-from backends.wgpu.lowering.lowering import CallStep, Templates, lower
+from backends.wgpu.lowering.lowering import CallStep, KernelOptions, lower
 from backends.wgpu.shaders.quantized_layout import QuantizedLayout
 
 
@@ -44,15 +44,15 @@ class LayerKernels:
 
 
 def lower_layer(
-    kind: Kind, forms: Sequence[QuantizedLayout | None], template: Templates
+    kind: Kind, layouts: Sequence[QuantizedLayout | None], options: KernelOptions
 ) -> LayerKernels:
-    """Lower a kind and split its kernels; `forms` as for `lower`.
+    """Lower a kind and split its kernels; `layouts` as for `lower`.
 
     Raises:
         NoRule: An operator has no rule.
     """
     placeholders = [node for node in kind.graph.graph.nodes if node.op == "placeholder"]
-    lowered = lower(kind.graph, [None] * len(placeholders), forms, template, slice(kind.results))
+    lowered = lower(kind.graph, [None] * len(placeholders), layouts, options, slice(kind.results))
     kernels = [step for step in lowered.steps if not isinstance(step, CallStep)]
     results = tuple(node for node in lowered.outputs[: kind.results] if node is not None)
     gradients = lowered.outputs[kind.results :]
@@ -64,8 +64,8 @@ def lower_layer(
         lowered.inputs,
         results,
         gradients,
-        tuple(template.merge(forward)),
-        tuple(template.merge(backward)),
+        tuple(options.merge(forward)),
+        tuple(options.merge(backward)),
         dict(lowered.constants),
         kind.checkpoint,
     )

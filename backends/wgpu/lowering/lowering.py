@@ -29,8 +29,8 @@ _aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class Templates:
-    """How kernels are generated for a device.
+class KernelOptions:
+    """Options of kernel generation for a device.
 
     Attributes:
         cooperative: Whether workgroups share long sums: faster on GPUs, slower on a CPU.
@@ -103,8 +103,8 @@ class LoweredGraph:
 def lower(
     graph: fx.GraphModule,
     constant_inputs: Sequence[torch.Tensor | None],
-    forms: Sequence[QuantizedLayout | None],
-    template: Templates,
+    layouts: Sequence[QuantizedLayout | None],
+    options: KernelOptions,
     first_outputs: slice = slice(0),
 ) -> LoweredGraph:
     """Lower a graph.
@@ -112,8 +112,8 @@ def lower(
     Args:
         graph: A traced graph; it is modified.
         constant_inputs: For each placeholder its value if it never changes, else None.
-        forms: Quantized layouts of the first placeholders, or None.
-        template: How kernels are generated for the device.
+        layouts: Quantized layouts of the first placeholders, or None.
+        options: Options of kernel generation for the device.
         first_outputs: The outputs that must be complete before other kernels start.
 
     Raises:
@@ -122,33 +122,33 @@ def lower(
     # Simplify first: constants and fusion are decided for the simplified graph.
     graph = passes.simplify(graph)
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    for node, form in zip(inputs, forms, strict=False):  # all other inputs have plain storage
-        set_quantized_layout(node, form)
+    for node, layout in zip(inputs, layouts, strict=False):  # all other inputs have plain storage
+        set_quantized_layout(node, layout)
     pairs = zip(inputs, constant_inputs, strict=True)
     values = {node: value for node, value in pairs if value is not None}
-    constant_values = passes.fold_constants(graph, values, portable=template.canonical)
+    constant_values = passes.fold_constants(graph, values, portable=options.canonical)
     outputs = _separate_outputs(graph, constant_values)
     nodes = [node for node in graph.graph.nodes if node.op != "output"]
-    if template.is_float16:
+    if options.is_float16:
         mark_float16(nodes)
     _refuse_missing_rules(nodes, constant_values)
     fusion = choose_buffers(nodes, constant_values, [node for node in outputs if node is not None])
     emitter = Emitter(
         fusion.buffers,
         constant_values,
-        template.cooperative,
-        template.matmul,
-        template.workgroup_bytes,
+        options.cooperative,
+        options.matmul,
+        options.workgroup_bytes,
     )
     # An output may be a view of the buffer that holds it.
     output_buffers = tuple(None if n is None else whole_buffer(n, fusion.buffers) for n in outputs)
     calls = {node: _call_step(node, fusion.buffers) for node in nodes if node.target in LAYERS}
     reads = _reads(nodes, calls, fusion, emitter)
     early = _ancestors(outputs[first_outputs])
-    bindings = template.bindings if template.fuses_kernels else 0
+    bindings = options.bindings if options.fuses_kernels else 0
     fuser = KernelFuser(emitter, bindings, reads, output_buffers, early)
     steps: list[Kernel | CallStep] = []
-    for node in fusion_order(reads, early) if template.fuses_kernels and not calls else reads:
+    for node in fusion_order(reads, early) if options.fuses_kernels and not calls else reads:
         if node in calls:
             steps += [*fuser.flush_before(reads[node]), calls[node]]
         else:

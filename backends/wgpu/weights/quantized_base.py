@@ -16,7 +16,7 @@ from backends.wgpu.shaders.quantized_layout import QuantizedLayout
 from backends.wgpu.weights.host_copy import release
 from protocol.spec.sections.model import BaseDtype
 
-Forms = tuple[QuantizedLayout | None, ...]
+Layouts = tuple[QuantizedLayout | None, ...]
 
 
 class BaseLayout:
@@ -34,7 +34,7 @@ class BaseLayout:
             }
 
     def split(self, tables: Tables) -> None:
-        """Register the parts of these tables as weights with names of their own."""
+        """Register the parts of these tables as separately named weights."""
         for name in tables.keys() & self._shapes.keys():
             columns = self._shapes[name][1]
             self._shapes |= {str(part): (part.rows, columns) for part in tables[name]}
@@ -45,7 +45,7 @@ class BaseLayout:
         shape = self._shapes.get(name)
         return None if shape is None else stored_bytes(*shape, self._storage)
 
-    def forms(self, capture: Capture) -> Forms:
+    def layouts(self, capture: Capture) -> Layouts:
         """Return the layout of each of the capture's tensors, None if not quantized."""
         return tuple(
             QuantizedLayout.of_shape(*self._shapes[name], self._storage)
@@ -54,16 +54,16 @@ class BaseLayout:
             for name in capture.tensors
         )
 
-    def layer_forms(self, capture: Capture) -> list[tuple[Kind, Forms]]:
+    def layer_layouts(self, capture: Capture) -> list[tuple[Kind, Layouts]]:
         """Return each kind of layer call with the layouts of its inputs."""
         tensors = [node for node in capture.graph.graph.nodes if node.op == "placeholder"]
-        outer = dict(zip(tensors, self.forms(capture), strict=False))
-        forms_by_kind: dict[int, Forms] = {}
+        outer = dict(zip(tensors, self.layouts(capture), strict=False))
+        layouts_by_kind: dict[int, Layouts] = {}
         for node in capture.graph.graph.nodes:
             if node.target is LAYER_FORWARD:
                 inputs, number = node.args
-                forms_by_kind[int(number)] = tuple(outer.get(tensor) for tensor in inputs)
-        return [(kind, forms_by_kind.get(i, ())) for i, kind in enumerate(capture.kinds)]
+                layouts_by_kind[int(number)] = tuple(outer.get(tensor) for tensor in inputs)
+        return [(kind, layouts_by_kind.get(i, ())) for i, kind in enumerate(capture.kinds)]
 
 
 class QuantizedBase(BaseLayout):
@@ -83,7 +83,7 @@ class QuantizedBase(BaseLayout):
             release(parameters[name])
 
     def split(self, tables: Tables) -> None:
-        """Register the parts of these tables as weights with names of their own."""
+        """Register the parts of these tables as separately named weights."""
         super().split(tables)
         for name in tables.keys() & self._sources.keys():
             table = self._sources.pop(name)

@@ -19,7 +19,7 @@ from backends.wgpu.capture.substitution import named_tensors
 from backends.wgpu.device.device import Device
 from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.device.packing import seed_words
-from backends.wgpu.lowering.lowering import Templates
+from backends.wgpu.lowering.lowering import KernelOptions
 from backends.wgpu.parity import perturb
 from backends.wgpu.program import CompiledProgram
 from protocol.base.errors import SamestepError
@@ -124,11 +124,11 @@ def compare_class(
         return _run_comparison(device, module, blocks, batches, use_gpu_kernels=use_gpu_kernels)
 
 
-def _templates(device: Device, *, use_gpu_kernels: bool) -> Templates:
+def _templates(device: Device, *, use_gpu_kernels: bool) -> KernelOptions:
     """Return the device's templates, or those of a GPU with small tiles, which compile quickly."""
     if use_gpu_kernels:
-        return Templates(cooperative=True, matmul=small_tiles, bindings=16)
-    return Templates(not device.adapter.software, MatmulTuner(device).shader)
+        return KernelOptions(cooperative=True, matmul=small_tiles, bindings=16)
+    return KernelOptions(not device.adapter.software, MatmulTuner(device).shader)
 
 
 def _run_comparison(

@@ -10,7 +10,7 @@ from backends.base.interface import Batch, Trainable
 from backends.wgpu.device.adapters import adapters
 from backends.wgpu.device.device import Device
 from backends.wgpu.device.matmul_tuning import MatmulTuner
-from backends.wgpu.lowering.lowering import Templates
+from backends.wgpu.lowering.lowering import KernelOptions
 from backends.wgpu.program import CompiledProgram
 from protocol.machine.allocator import keep_freed_memory
 from tests.resident_memory import measured_growth
@@ -56,7 +56,7 @@ def batch(width=WIDTH):
 
 
 def program_of(device, module, base_dtype, example):
-    template = Templates(not device.adapter.software, MatmulTuner(device).shader)
+    template = KernelOptions(not device.adapter.software, MatmulTuner(device).shader)
     program = CompiledProgram(device, trainable(module, base_dtype), template, adds_on_device=True)
     program.check(example)
     return program

@@ -11,7 +11,7 @@ from torch import nn
 from backends.base.interface import Trainable
 from backends.wgpu.device.device import Device
 from backends.wgpu.device.matmul_tuning import MatmulTuner
-from backends.wgpu.lowering.lowering import Templates
+from backends.wgpu.lowering.lowering import KernelOptions
 from backends.wgpu.program import CompiledProgram
 
 
@@ -38,7 +38,7 @@ def on_device(
     `cooperative` uses the kernels of a GPU, whose invocations cooperate.
     """
     module = Function(function)
-    template = Templates(cooperative=cooperative, matmul=MatmulTuner(device).shader)
+    template = KernelOptions(cooperative=cooperative, matmul=MatmulTuner(device).shader)
     program = CompiledProgram(
         device, Trainable((), module, lambda m, a: m(a)), template, adds_on_device=True
     )

@@ -22,7 +22,7 @@ from backends.wgpu.graph.opaque import ATTENTION, ATTENTION_KEYS, ATTENTION_QUER
 from backends.wgpu.lowering.estimate import estimate
 from backends.wgpu.lowering.fusion import ATTENTIONS
 from backends.wgpu.lowering.lowered_plan import lower_to_plan
-from backends.wgpu.lowering.lowering import Templates
+from backends.wgpu.lowering.lowering import KernelOptions
 from backends.wgpu.program import CompiledProgram
 from backends.wgpu.shaders.attention.problem import AttentionSizes
 from backends.wgpu.weights.quantized_base import BaseLayout
@@ -276,7 +276,7 @@ def assert_fused(module: nn.Module, loss: Any, batch: Batch) -> None:
 
 def compile_for_gpu(device: Any, job: Any, batch: Batch) -> tuple[CompiledProgram, Any]:
     """Return a program with the kernels of a GPU, and its gradients."""
-    templates = Templates(cooperative=True, matmul=small_tiles)
+    templates = KernelOptions(cooperative=True, matmul=small_tiles)
     program = CompiledProgram(device, job, templates, adds_on_device=True)
     program.check(batch)
     return program, gradients(program, batch)
@@ -305,7 +305,7 @@ def step_bytes(length: int, *, cooperative: bool) -> int:
     names = [name for name, _ in module.named_parameters()]
     batch = token_batch(1, length)
     arrays = {name: torch.from_numpy(array) for name, array in batch.arrays.items()}
-    templates = Templates(cooperative=cooperative, matmul=small_tiles)
+    templates = KernelOptions(cooperative=cooperative, matmul=small_tiles)
     capture = capture_step(module, next_token_loss, names, arrays, templates.fuses)
     constants = dict(module.named_buffers())
     base = BaseLayout(module, "float32")

@@ -105,14 +105,14 @@ def sum_loss(module: nn.Module, arrays: Any) -> torch.Tensor:
 
 def test_draws_of_a_microbatch_follow_from_its_seed(device):
     from backends.wgpu.device.matmul_tuning import MatmulTuner
-    from backends.wgpu.lowering.lowering import Templates
+    from backends.wgpu.lowering.lowering import KernelOptions
     from backends.wgpu.program import CompiledProgram
 
     module = Composites()
     job = trainable(module, sum_loss)
     x = np.random.default_rng(0).standard_normal((4, 8, 8)).astype(np.float32)
     batch = Batch({"x": x}, 4.0)
-    template = Templates(cooperative=False, matmul=MatmulTuner(device).shader)
+    template = KernelOptions(cooperative=False, matmul=MatmulTuner(device).shader)
     program = CompiledProgram(device, job, template, adds_on_device=True)
     first, other, repeat = (gradients(program, batch, seed) for seed in (1, 2, 1))
     program.close()

@@ -26,7 +26,7 @@ from backends.wgpu.capture.capture import capture_step
 from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.graph.opaque import ATTENTION
 from backends.wgpu.graph.passes import LOGGER
-from backends.wgpu.lowering.lowering import Templates
+from backends.wgpu.lowering.lowering import KernelOptions
 from backends.wgpu.program import CompiledProgram
 from protocol.base.errors import SamestepError
 from tests.backends.wgpu.small_models import (
@@ -195,7 +195,7 @@ def compile_program(device) -> Iterator[Callable[..., CompiledProgram]]:
     def compile_for_device(
         module: nn.Module, loss: Any, *, cooperative: bool, bindings: int = 8
     ) -> CompiledProgram:
-        templates = Templates(cooperative, MatmulTuner(device).shader, bindings=bindings)
+        templates = KernelOptions(cooperative, MatmulTuner(device).shader, bindings=bindings)
         job = trainable(module, loss)
         programs.append(CompiledProgram(device, job, templates, adds_on_device=True))
         return programs[-1]

@@ -17,7 +17,7 @@ from backends.wgpu.capture.half_products import half_products
 from backends.wgpu.device import arithmetic
 from backends.wgpu.device.adapters import adapters
 from backends.wgpu.lowering.elementwise import ELEMENTWISE
-from backends.wgpu.lowering.lowering import Templates
+from backends.wgpu.lowering.lowering import KernelOptions
 from backends.wgpu.program import CompiledProgram
 from protocol.base.errors import SamestepError
 from tests.backends.wgpu.products import SMALL_TILES, TILES, random_product, small_tiles
@@ -91,7 +91,9 @@ def float16_gradients(module: nn.Module, loss: Any, batch: Batch) -> dict[str, t
 
 def new_program(device, module, loss, *, precision="float16", cooperative=True):
     """Return a task and its program; `cooperative` uses the kernels of a GPU."""
-    templates = Templates(cooperative, small_tiles, bindings=16, is_float16=precision == "float16")
+    templates = KernelOptions(
+        cooperative, small_tiles, bindings=16, is_float16=precision == "float16"
+    )
     job = trainable(module, loss, precision=precision)
     program = CompiledProgram(device, job, templates, adds_on_device=True)
     program.loss_scale = LOSS_SCALE if precision == "float16" else 1.0

@@ -14,7 +14,7 @@ from backends.wgpu.capture.capture import capture_step
 from backends.wgpu.capture.substitution import named_tensors
 from backends.wgpu.lowering.estimate import FREE_SHARE, estimate
 from backends.wgpu.lowering.lowered_plan import lower_to_plan
-from backends.wgpu.lowering.lowering import Templates
+from backends.wgpu.lowering.lowering import KernelOptions
 from backends.wgpu.weights.quantized_base import BaseLayout
 from tests.backends.wgpu.products import small_tiles
 
@@ -57,7 +57,7 @@ def estimate_qwen3_4b(layers):
     model.model.rotary_emb = Qwen3RotaryEmbedding(config)
     trained = [name for name, p in module.named_parameters() if p.requires_grad]
     ids = torch.zeros((1, TOKENS), dtype=torch.int64)
-    templates = Templates(cooperative=True, matmul=small_tiles)
+    templates = KernelOptions(cooperative=True, matmul=small_tiles)
     arrays = {"input_ids": ids, "labels": ids}
     capture = capture_step(module, loss, trained, arrays, templates.fuses)
     tensors, buffers = named_tensors(module), dict(module.named_buffers())

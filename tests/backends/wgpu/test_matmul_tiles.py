@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from backends.eager.eager import EagerBackend
-from backends.wgpu.lowering.lowering import Templates
+from backends.wgpu.lowering.lowering import KernelOptions
 from backends.wgpu.program import CompiledProgram
 from backends.wgpu.shaders.matmul.shader import MatmulProblem, matmul_shader
 from tests.backends.wgpu.products import (
@@ -86,7 +86,7 @@ def test_a_whole_model_runs_on_tiled_kernels(device, base_dtype):
     job = trainable(module, next_token_loss, base_dtype=base_dtype)
     reference = EagerBackend("cpu").compile(copy.deepcopy(job), token_batch())
     program = CompiledProgram(
-        device, job, Templates(cooperative=True, matmul=next_shader), adds_on_device=True
+        device, job, KernelOptions(cooperative=True, matmul=next_shader), adds_on_device=True
     )
     program.check(token_batch())
     first, repeat = (gradients(program, token_batch(), seed) for seed in (0, 5))

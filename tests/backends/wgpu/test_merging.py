@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from backends.base.interface import Batch
-from backends.wgpu.lowering.lowering import Templates
+from backends.wgpu.lowering.lowering import KernelOptions
 from backends.wgpu.program import CompiledProgram
 from tests.backends.wgpu.products import small_tiles
 from tests.backends.wgpu.small_models import (
@@ -52,7 +52,7 @@ def block_loss(module, arrays):
 def gradients_and_dispatches(device, job, batch, bindings):
     """Return the gradients, and the number of dispatches of a step."""
     program = CompiledProgram(
-        device, job, Templates(True, small_tiles, bindings=bindings), adds_on_device=True
+        device, job, KernelOptions(True, small_tiles, bindings=bindings), adds_on_device=True
     )
     program.check(batch)
     values = gradients(program, batch)

@@ -15,7 +15,7 @@ from backends.base.interface import Batch, BlockGradient, Leaf, Loss, Trainable
 from backends.wgpu.canonical.convention import Convention
 from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.lowering.estimate import FREE_SHARE, estimate
-from backends.wgpu.lowering.lowering import Templates
+from backends.wgpu.lowering.lowering import KernelOptions
 from backends.wgpu.lowering.microbatching import add_slices, enlarge_for_microbatches
 from backends.wgpu.lowering.plan import Plan
 from backends.wgpu.program import CompiledProgram
@@ -44,10 +44,10 @@ def compile_program(
 ) -> CompiledProgram:
     """Compile a program that computes up to `microbatches` together.
 
-    `options` are those of `Templates`.
+    `options` are those of `KernelOptions`.
     """
     options = {"cooperative": True} | options
-    template = Templates(matmul=matmul, microbatches=microbatches, **options)
+    template = KernelOptions(matmul=matmul, microbatches=microbatches, **options)
     program = CompiledProgram(target, job, template, adds_on_device=True)
     program.check(batch)
     return program

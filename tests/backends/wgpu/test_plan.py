@@ -11,7 +11,7 @@ import torch
 from backends.wgpu.capture.attention import never_fuses
 from backends.wgpu.capture.capture import capture_step
 from backends.wgpu.lowering.layer_kernels import LayerKernels, lower_layer
-from backends.wgpu.lowering.lowering import Templates, lower
+from backends.wgpu.lowering.lowering import KernelOptions, lower
 from backends.wgpu.lowering.plan import Plan, make_plan
 from backends.wgpu.shaders.matmul.shader import matmul_shader
 from tests.backends.wgpu.small_models import (
@@ -33,7 +33,7 @@ def plan_for_gpu(module, loss, batch, *, is_fused: bool = False) -> Plan:
     names = [tensor.name for block in cut_into_blocks(module) for tensor in block.tensors]
     arrays = {name: torch.tensor(array) for name, array in batch.arrays.items()}
     bindings = 16 if is_fused else 8
-    template = Templates(cooperative=True, matmul=matmul_shader, bindings=bindings)
+    template = KernelOptions(cooperative=True, matmul=matmul_shader, bindings=bindings)
     capture = capture_step(module, loss, names, arrays, template.fuses if is_fused else never_fuses)
     kinds: dict[int, LayerKernels] = {}
     for kind in capture.kinds:

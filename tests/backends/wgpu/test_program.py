@@ -24,7 +24,7 @@ from backends.wgpu.device.packing import seed_words, to_words
 from backends.wgpu.graph import threefry
 from backends.wgpu.graph.values import NoRule, combine_errors
 from backends.wgpu.lowering.estimate import FREE_SHARE, Estimate, has_room
-from backends.wgpu.lowering.lowering import Templates
+from backends.wgpu.lowering.lowering import KernelOptions
 from backends.wgpu.program import CompiledProgram
 from protocol.base.errors import DataError, DeviceError, SamestepError
 from tests.backends.wgpu.small_models import (
@@ -48,7 +48,7 @@ def compile_program(device) -> Iterator[Any]:
     programs: list[CompiledProgram] = []
 
     def compile_for_device(job: Trainable, example: Batch) -> CompiledProgram:
-        template = Templates(not device.adapter.software, MatmulTuner(device).shader)
+        template = KernelOptions(not device.adapter.software, MatmulTuner(device).shader)
         program = CompiledProgram(device, job, template, adds_on_device=True)
         programs.append(program)
         program.check(example)
@@ -72,7 +72,7 @@ def bert_program(device) -> Iterator[CompiledProgram]:
 
 
 def _compile_and_close(device: Any, job: Trainable, example: Batch) -> Iterator[CompiledProgram]:
-    template = Templates(not device.adapter.software, MatmulTuner(device).shader)
+    template = KernelOptions(not device.adapter.software, MatmulTuner(device).shader)
     program = CompiledProgram(device, job, template, adds_on_device=True)
     program.check(example)
     yield program
@@ -334,7 +334,7 @@ def test_subtree_uses_one_upload_per_microbatch_and_one_readback_per_block(bert_
 def test_the_host_adds_sums_without_exact_additions_or_memory(device):
     """Memory suffices if it is unknown (0), or if 5% remain free."""
     job = trainable(llama(), next_token_loss)
-    template = Templates(not device.adapter.software, MatmulTuner(device).shader)
+    template = KernelOptions(not device.adapter.software, MatmulTuner(device).shader)
     inexact = CompiledProgram(device, job, template, adds_on_device=False)
     assert inexact.gradients([(token_batch(), 0)] * 2).sums is not None
     inexact.close()
@@ -349,7 +349,7 @@ def test_memory_of_sums_is_released_for_a_larger_plan(device, monkeypatch):
     """But not within a subtree, whose sums the memory holds."""
     small_batch, large_batch = token_batch(length=8), token_batch(length=30)
     job = trainable(llama(layers=1), next_token_loss)
-    template = Templates(not device.adapter.software, MatmulTuner(device).shader)
+    template = KernelOptions(not device.adapter.software, MatmulTuner(device).shader)
 
     def new_program() -> CompiledProgram:
         program = CompiledProgram(device, job, template, adds_on_device=True)

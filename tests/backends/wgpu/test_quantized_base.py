@@ -14,7 +14,7 @@ from backends.eager.eager import EagerBackend
 from backends.quantization.quantize import GROUP, quantize, stored_bytes
 from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.lowering.estimate import Estimate, refuse_insufficient_memory
-from backends.wgpu.lowering.lowering import Templates
+from backends.wgpu.lowering.lowering import KernelOptions
 from backends.wgpu.program import CompiledProgram
 from backends.wgpu.weights.quantized_base import QuantizedBase
 from protocol.base.errors import SamestepError
@@ -81,7 +81,7 @@ def test_gradients_equal_those_of_the_cpu_with_the_same_weights(device, base_dty
     )
     float32_loss, _ = loss_and_gradients(float32_program, batch)
     reference = EagerBackend("cpu").compile(trainable(copy.deepcopy(module), base_dtype), batch)
-    template = Templates(not device.adapter.software, MatmulTuner(device).shader)
+    template = KernelOptions(not device.adapter.software, MatmulTuner(device).shader)
     program = CompiledProgram(device, trainable(module, base_dtype), template, adds_on_device=True)
     program.check(batch)
     expected_loss, expected_gradients = loss_and_gradients(reference, batch)

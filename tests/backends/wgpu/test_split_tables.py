@@ -13,7 +13,7 @@ from backends.base.interface import Batch, BlockGradient, Loss
 from backends.quantization.frozen_base import round_frozen_base
 from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.graph.table_parts import split_rows
-from backends.wgpu.lowering.lowering import Templates
+from backends.wgpu.lowering.lowering import KernelOptions
 from backends.wgpu.program import CompiledProgram
 from backends.wgpu.weights.host_copy import is_released
 from protocol.base.errors import SamestepError
@@ -37,7 +37,7 @@ LARGEST_BYTES = 17_000
 
 
 def new_program(device, job, batch, largest_bytes=LARGEST_BYTES):
-    template = Templates(not device.adapter.software, MatmulTuner(device).shader)
+    template = KernelOptions(not device.adapter.software, MatmulTuner(device).shader)
     program = CompiledProgram(
         device, job, template, adds_on_device=False, largest_bytes=largest_bytes
     )
@@ -198,7 +198,7 @@ def test_values_are_readable_after_their_release_on_the_host(device, base_dtype,
     job = trainable(
         make_wide(qwen3_with_lora, tie_word_embeddings=True), next_token_loss, base_dtype=base_dtype
     )
-    template = Templates(not device.adapter.software, MatmulTuner(device).shader)
+    template = KernelOptions(not device.adapter.software, MatmulTuner(device).shader)
     program = CompiledProgram(
         device, job, template, adds_on_device=False, largest_bytes=largest_bytes
     )
@@ -285,7 +285,7 @@ def test_a_trained_table_is_loaded_and_summed_in_parts(device):
     job = trainable(module, next_token_loss)
     rng = np.random.default_rng(1)
     values = [rng.normal(0, 0.05, block.elements).astype(np.float32) for block in job.blocks]
-    template = Templates(not device.adapter.software, MatmulTuner(device).shader)
+    template = KernelOptions(not device.adapter.software, MatmulTuner(device).shader)
     program = CompiledProgram(
         device, job, template, adds_on_device=True, largest_bytes=LARGEST_BYTES
     )

@@ -15,7 +15,7 @@ from backends.base.interface import Batch, LossFailed, Trainable
 from backends.wgpu.capture.capture import capture_step
 from backends.wgpu.device.matmul_tuning import MatmulTuner
 from backends.wgpu.graph.table_indices import TableIndices
-from backends.wgpu.lowering.lowering import Templates
+from backends.wgpu.lowering.lowering import KernelOptions
 from backends.wgpu.program import CompiledProgram
 from protocol.base.errors import DataError
 from tests.backends.wgpu.small_models import gradients
@@ -158,7 +158,7 @@ def test_program_refuses_invalid_indices_in_training_and_evaluation(device):
         return {"loss": float(loss(module, arrays))}
 
     job = Trainable(cut_into_blocks(module), module, loss, evaluate)
-    template = Templates(not device.adapter.software, MatmulTuner(device).shader)
+    template = KernelOptions(not device.adapter.software, MatmulTuner(device).shader)
     program = CompiledProgram(device, job, template, adds_on_device=True)
     try:
         valid_batch, invalid_batch = Batch(make_arrays(), 2.0), Batch(make_arrays(99), 2.0)

@@ -53,16 +53,18 @@ class _Kernel:
         # Distance between outputs along the rows and along the lanes.
         row = problem.result.row
         self.steps = (1, row) if lanes.swap else (row, 1)
-        self.row_pairs_k = self.row.along_k(2)
-        self.row_pairs = not self.row_pairs_k and self.row.along_outer(2)
-        self.column_pairs_k = self.column.form is None and self.column.along_k(2)
-        self.fours_k = self.column.form is not None and self.column.along_k(4)
-        self.fours = not self.fours_k and self._columns_are_adjacent(4) and not self._is_f32
-        self.column_pairs = (
-            not self.column_pairs_k and self._columns_are_adjacent(2) and self._is_f32
+        self.loads_row_pairs_along_k = self.row.along_k(2)
+        self.loads_row_pairs = not self.loads_row_pairs_along_k and self.row.along_outer(2)
+        self.loads_column_pairs_along_k = self.column.form is None and self.column.along_k(2)
+        self.loads_fours_along_k = self.column.form is not None and self.column.along_k(4)
+        self.loads_fours = (
+            not self.loads_fours_along_k and self._columns_are_adjacent(4) and not self._is_f32
+        )
+        self.loads_column_pairs = (
+            not self.loads_column_pairs_along_k and self._columns_are_adjacent(2) and self._is_f32
         )
         self.adjacent_columns = self._adjacent_columns()
-        self.unroll = 4 if self.fours_k else 2 if problem.k % 2 == 0 else 1
+        self.unroll = 4 if self.loads_fours_along_k else 2 if problem.k % 2 == 0 else 1
 
     @property
     def _is_f32(self) -> bool:
@@ -73,7 +75,7 @@ class _Kernel:
 
     def _adjacent_columns(self) -> int:
         """Return the number of adjacent columns of a lane, as the lane loads or can store them."""
-        if self.fours:
+        if self.loads_fours:
             return 4
         return 2 if self.column.extent % 2 == 0 and self.lanes.columns % 2 == 0 else 1
 
@@ -82,8 +84,8 @@ class _Kernel:
         return workgroups_across, -(-self.row.extent // self.lanes.rows), self.problem.batch
 
     def shader(self) -> Shader:
-        row_type = "u64" if self.row_pairs_k or self.row_pairs else "f32"
-        column_type = "u64" if self.column_pairs_k or self.column_pairs else "f32"
+        row_type = "u64" if self.loads_row_pairs_along_k or self.loads_row_pairs else "f32"
+        column_type = "u64" if self.loads_column_pairs_along_k or self.loads_column_pairs else "f32"
         if not self._is_f32:
             column_type = "u32"
         bindings = {self.row.name: row_type, self.column.name: column_type}
@@ -92,9 +94,13 @@ class _Kernel:
             f"@group(0) @binding({i}) var<storage, read> {name}: array<{bindings[name]}>;\n"
             for i, name in enumerate(order)
         )
-        out = "u64" if self._stored_pairs() else "f32"
+        out = "u64" if self._paired_dimension() else "f32"
         remainder = self.problem.k % self.unroll
-        readers = "" if self._is_f32 else self.column.functions(vector=self.fours or self.fours_k)
+        readers = (
+            ""
+            if self._is_f32
+            else self.column.functions(vector=self.loads_fours or self.loads_fours_along_k)
+        )
         source = f"""\
 {read_bindings}@group(0) @binding({len(order)}) var<storage, read_write> out: array<{out}>;
 {readers}
@@ -107,27 +113,31 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: v
   let {self.column.name}_base = {self.column.base("group.z")};
   let first_row = group.y * {self.lanes.rows}u;
   let first_column = group.x * {self.lanes.columns * self.lanes.subgroup}u;
-{self._coordinates()}
+{self._declare_coordinates()}
   for (var k = 0u; k < {self.problem.k - remainder}u; k += {self.unroll}u) {{
-{self._round(self.unroll)}
+{self._add_terms(self.unroll)}
   }}
-{self._tail(remainder)}
+{self._add_remaining_terms(remainder)}
 {self._store()}
 }}
 """
         return Shader(source, len(order) + 1)
 
-    def _round(self, terms: int) -> str:
+    def _add_terms(self, terms: int) -> str:
         """Add `terms` terms to every sum, starting at k."""
-        return "\n".join([self._read_columns(terms), self._read_rows(terms), self._products(terms)])
+        return "\n".join(
+            [self._read_columns(terms), self._read_rows(terms), self._multiply_rows(terms)]
+        )
 
-    def _tail(self, remainder: int) -> str:
+    def _add_remaining_terms(self, remainder: int) -> str:
         """Add the terms that remain after full iterations."""
         if not remainder:
             return ""
-        return f"  {{\n    let k = {self.problem.k - remainder}u;\n{self._round(remainder)}\n  }}"
+        return (
+            f"  {{\n    let k = {self.problem.k - remainder}u;\n{self._add_terms(remainder)}\n  }}"
+        )
 
-    def _coordinates(self) -> str:
+    def _declare_coordinates(self) -> str:
         """Declare each lane's columns and rows, clamped to the operands' extents, and the sums."""
         lines = [f"  {ZERO}"]
         adjacent = self.adjacent_columns
@@ -140,7 +150,7 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: v
                 lines.append(f"  let near{c} = min(column{c}, {last_column}u);")
             else:
                 lines.append(f"  let near{c} = near{c // adjacent * adjacent} + {c % adjacent}u;")
-        rows_per_lane = 2 if self.row_pairs else 1
+        rows_per_lane = 2 if self.loads_row_pairs else 1
         for g in range(self._row_groups()):
             at = f"first_row + {g * rows_per_lane * self.lanes.subgroup}u + lane * {rows_per_lane}u"
             lines.append(f"  let row{g} = min({at}, {self.row.extent - rows_per_lane}u);")
@@ -150,7 +160,7 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: v
 
     def _row_groups(self) -> int:
         """Return the number of loads for the rows of one k (or two), one or two rows per lane."""
-        rows_per_lane = 2 if self.row_pairs else 1
+        rows_per_lane = 2 if self.loads_row_pairs else 1
         return -(-self.lanes.rows // (rows_per_lane * self.lanes.subgroup))
 
     def _read_columns(self, terms: int) -> str:
@@ -160,19 +170,19 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: v
             for t in range(terms):
                 index = side.index(base, f"near{c}", f"k + {t}u")
                 value = f"{side.name}[{index}]" if self._is_f32 else f"{side.name}_one({index})"
-                if self.column_pairs_k:
+                if self.loads_column_pairs_along_k:
                     if t % 2 == 0:
                         lines.append(f"    let p{t}_{c} = {side.name}[({index}) / 2u];")
                     value = f"{'high' if t % 2 else 'low'}(p{t // 2 * 2}_{c})"
-                elif self.column_pairs:
+                elif self.loads_column_pairs:
                     if c % 2 == 0:
                         lines.append(f"    let p{t}_{c} = {side.name}[({index}) / 2u];")
                     value = f"{'high' if c % 2 else 'low'}(p{t}_{c // 2 * 2})"
-                elif self.fours_k:
+                elif self.loads_fours_along_k:
                     if t == 0:
                         lines.append(f"    let p0_{c} = {side.name}_four({index});")
                     value = f"p0_{c}[{t}]"
-                elif self.fours:
+                elif self.loads_fours:
                     if c % 4 == 0:
                         lines.append(f"    let p{t}_{c} = {side.name}_four({index});")
                     value = f"p{t}_{c // 4 * 4}[{c % 4}]"
@@ -185,12 +195,12 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: v
         for g in range(self._row_groups()):
             for t in range(terms):
                 index = side.index(base, f"row{g}", f"k + {t}u")
-                if self.row_pairs_k:
+                if self.loads_row_pairs_along_k:
                     if t % 2 == 0:
                         lines.append(f"    let q{g}_{t} = {side.name}[({index}) / 2u];")
                         lines.append(f"    let x{g}_{t} = low(q{g}_{t});")
                         lines.append(f"    let x{g}_{t + 1} = high(q{g}_{t});")
-                elif self.row_pairs:
+                elif self.loads_row_pairs:
                     lines.append(f"    let q{g}_{t} = {side.name}[({index}) / 2u];")
                     lines.append(f"    let x{g}_{t} = low(q{g}_{t});")
                     lines.append(f"    let z{g}_{t} = high(q{g}_{t});")
@@ -198,8 +208,8 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: v
                     lines.append(f"    let x{g}_{t} = {side.name}[{index}];")
         return "\n".join(lines)
 
-    def _products(self, terms: int) -> str:
-        """Multiply two rows at a time through all k of an iteration; sums stay in registers."""
+    def _multiply_rows(self, terms: int) -> str:
+        """Multiply two rows at a time for all terms of an iteration; sums stay in registers."""
         lines = []
         for first_row in range(0, self.lanes.rows, 2):
             for t in range(terms):
@@ -213,12 +223,12 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: v
 
     def _broadcast(self, i: int, t: int) -> str:
         size = self.lanes.subgroup
-        if self.row_pairs:
+        if self.loads_row_pairs:
             register = "z" if i % 2 else "x"
             return f"subgroupBroadcast({register}{i // (2 * size)}_{t}, {i % (2 * size) // 2}u)"
         return f"subgroupBroadcast(x{i // size}_{t}, {i % size}u)"
 
-    def _stored_pairs(self) -> str:
+    def _paired_dimension(self) -> str:
         """Return the dimension along which two outputs are stored as one u64: columns, rows or
         none."""
         if not self.problem.result.is_aligned(2):
@@ -233,7 +243,7 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: v
         result = self.problem.result
         size = self.problem.m * self.problem.n
         lines = [f"  let out_base = group.z * {size}u + {result.offset}u;"]
-        for sums, at, row, column in self._outputs():
+        for sums, at, row, column in self._list_outputs():
             if len(sums) == 2:
                 target = f"out[({at}) / 2u]"
                 values = self._add_to_output(sums, [f"low({target})", f"high({target})"])
@@ -250,9 +260,9 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: v
             return [*sums]
         return [f"{output} + {sum_}" for output, sum_ in zip(outputs, sums, strict=True)]
 
-    def _outputs(self) -> Iterator[tuple[tuple[str, ...], str, str, str]]:
+    def _list_outputs(self) -> Iterator[tuple[tuple[str, ...], str, str, str]]:
         """Yield the sums of each output (or pair), its index, its row and its column."""
-        paired = self._stored_pairs()
+        paired = self._paired_dimension()
         di, dc = (2 if paired == "rows" else 1), (2 if paired == "columns" else 1)
         for i in range(0, self.lanes.rows, di):
             for c in range(0, self.lanes.columns, dc):

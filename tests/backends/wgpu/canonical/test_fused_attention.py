@@ -13,7 +13,7 @@ from backends.base.interface import Trainable
 from backends.wgpu.canonical.convention import Convention
 from backends.wgpu.canonical.host import CpuTarget, product_shader
 from backends.wgpu.device.target import ComputeTarget
-from backends.wgpu.lowering.lowering import Templates
+from backends.wgpu.lowering.lowering import KernelOptions
 from backends.wgpu.program import CompiledProgram
 from backends.wgpu.shaders.attention.problem import AttentionSizes
 from tests.backends.wgpu.on_device import Function
@@ -25,8 +25,8 @@ _SEPARATE = Convention(fused=False)
 
 
 @dataclass(frozen=True, slots=True)
-class _FusingTemplates(Templates):
-    """Templates that fuse attention of any size."""
+class _FusingTemplates(KernelOptions):
+    """KernelOptions that fuse attention of any size."""
 
     def fuses(self, sizes: AttentionSizes) -> bool:
         del sizes
@@ -42,7 +42,7 @@ def _attention_and_gradients(
         return result.detach(), *torch.autograd.grad((result * grad_output).sum(), leaves)
 
 
-def _run_attention(target: ComputeTarget, template: Templates) -> list[torch.Tensor]:
+def _run_attention(target: ComputeTarget, template: KernelOptions) -> list[torch.Tensor]:
     """Return the output and the gradients, after a comparison with torch's."""
     generator = torch.Generator().manual_seed(0)
     operands = [torch.randn((1, 2, 45, 20), generator=generator) for _ in range(4)]
