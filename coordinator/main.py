@@ -118,7 +118,7 @@ async def _serve(
         plaintext=options.plaintext,
     )
     end_on_signals(service.drain, service.should_end.set)
-    each_second = (progress.tick, control.guard.write_again)
+    each_second = (progress.tick, control.guard.restore_file)
     ticking = asyncio.create_task(_tick(each_second, service.loop_watch.run()))
     try:
         progress.start()

@@ -1,4 +1,4 @@
-r"""One encoding for each JSON value, so that it can be hashed.
+r"""One encoding for each JSON value, so that values can be hashed.
 
 Keys sorted by code point, no space between tokens, ASCII only (other characters as \u escapes, in
 lower case), numbers as Python writes them (the shortest text that reads back the same), no NaN and

@@ -1,6 +1,6 @@
 """The files that a submitted run may read: those below the operator's directories, never secrets.
 
-Anyone who may submit a run chooses what is sent to workers. A run spec on the coordinator's own
+Anyone who may submit a run chooses the files that workers receive. A run spec on the coordinator's
 command line comes from the operator and is not checked.
 """
 

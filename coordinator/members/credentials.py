@@ -182,7 +182,7 @@ class CoordinatorCredentials:
         self.keys.refresh()
         if self.keys.trouble and not os.path.lexists(directory / _WORKERS):
             with _locked(directory):
-                self.keys.write_again()
+                self.keys.restore_file()
             yield f"{str(directory / _WORKERS)!r} was missing and has been written again"
         elif self.keys.trouble:
             yield f"{self.keys.trouble}; until then the last keys read from it stay valid"

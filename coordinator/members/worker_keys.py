@@ -110,7 +110,7 @@ class WorkerKeys:
         """Revoke all keys."""
         self._write({})
 
-    def write_again(self) -> bool:
+    def restore_file(self) -> bool:
         """Restore the file from memory if it is missing; return whether it was missing.
 
         Raises:

@@ -97,7 +97,7 @@ class ControlPort:
         self.request_limiter = RequestLimiter(self._runner.server)
         credentials = self._service.credentials
         self.guard.reader_token = lambda: credentials.reader_token
-        self._acceptor = CoordinatorAcceptor(self.request_limiter.greet, None)
+        self._acceptor = CoordinatorAcceptor(self.request_limiter.make_protocol, None)
         await self._acceptor.open("--control", host, port)
         self.address = self._acceptor.address
         self.guard.publish_token(*self.address)

@@ -62,7 +62,7 @@ class Guard:
         self._file = control_token_file(state_home(), f"{host}:{port}")
         write_secret(self._file, self.token + "\n")
 
-    def write_again(self) -> None:
+    def restore_file(self) -> None:
         """Restore the token's file if it is missing and its directory exists."""
         if self._file is None:
             return

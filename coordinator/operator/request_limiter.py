@@ -1,4 +1,4 @@
-"""Limits the connections to the control port, in number and in time without a token.
+"""Limit the connections to the control port: all in number, those without a token also in time.
 
 Any process on this machine can connect. A connection without the token is closed after the
 handshake timeout; the oldest such connection is closed earlier if a new connection needs its slot.
@@ -32,7 +32,7 @@ class RequestLimiter:
     def __len__(self) -> int:
         return len(self._connections)
 
-    def greet(self, address: tuple[str, int]) -> asyncio.Protocol | None:
+    def make_protocol(self, address: tuple[str, int]) -> asyncio.Protocol | None:
         """Return the protocol of a new connection; None if too many are open."""
         del address
         if len(self._connections) >= limits.CONTROL_CONNECTIONS:
@@ -48,7 +48,7 @@ class RequestLimiter:
         return connection
 
     def trust(self, handler: object) -> None:
-        """Keep a connection whose request has the token."""
+        """Remove the time limit of a connection whose request has the token."""
         for connection in (
             (self._connections.get(handler),) if isinstance(handler, RequestHandler) else ()
         ):
@@ -60,7 +60,7 @@ class RequestLimiter:
 
 
 class _LimitedConnection(asyncio.Protocol):
-    """One connection; passes everything on to the handler of its requests."""
+    """One connection, with a deadline until it has the token; the handler gets all its data."""
 
     def __init__(self, handler: Handler, on_closed: Callable[[_LimitedConnection], None]) -> None:
         self.handler = handler

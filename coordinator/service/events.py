@@ -1,4 +1,4 @@
-"""Event sinks, and the service's own events.
+"""The interface of event sinks, and the events of the service.
 
 Console, event stream, log and all other sinks receive the same typed events.
 """
@@ -99,7 +99,7 @@ class RunResumed(Event):
 
 @dataclass(frozen=True, slots=True)
 class RunEnded(Event):
-    """A run is over, and its files are written."""
+    """A run is over, and its files are written; or a queued run could not begin."""
 
     name = "run_ended"
     outcome: str
@@ -139,7 +139,7 @@ class WorkerOutpaced(Event):
 
 @dataclass(frozen=True, slots=True)
 class InternalError(Event):
-    """An internal error."""
+    """An internal error of the coordinator, which ends the run as failed."""
 
     name = "internal_error"
     error: str
@@ -183,6 +183,6 @@ class CopyFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class Draining(Event):
-    """The service finishes the step in progress, then ends."""
+    """The service ends once the step in progress, if any, is finished."""
 
     name = "draining"

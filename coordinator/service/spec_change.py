@@ -92,7 +92,7 @@ class SpecChange:
         """Write `run.json`, and set aside the result of a finished run.
 
         Returns:
-            The run with its new spec, and notes about what was set aside.
+            The run with its new spec, and a note about the result if it was set aside.
 
         Raises:
             StorageFailed: A write failed; the call can be repeated.
@@ -116,8 +116,8 @@ class SpecChange:
 def missing_spec_change(
     directory: RunDirectory, stored_run: StoredRun, term: int, step: int
 ) -> tuple[SpecChanged, ...]:
-    """Return the line to add to the journal if the newest spec in the journal differs from that in
-    `run.json`; else nothing."""
+    """Return the line to add to the journal, if the newest spec in the journal differs from that in
+    `run.json`; else an empty tuple."""
     earlier_spec = spec_in_journal(directory.journal)
     if earlier_spec is None or earlier_spec == stored_run.document:
         return ()

@@ -63,7 +63,8 @@ from protocol.base.regular_file import open_regular
 _PREFIX: Final = "after-"
 _NAME: Final = re.compile(_PREFIX + r"(\d{10,})")
 _RESTORED_NOTE: Final = "restored from a copy: "
-"""Begins the note in the journal of a restored run; on disk, so it stays as it is."""
+"""The beginning of a restored run's note in the journal; it must not change, since journals on disk
+contain it."""
 _ATTEMPTS: Final = 5
 """Most attempts to read the small files, which may change meanwhile."""
 

@@ -231,7 +231,7 @@ class Admission:
     # Admission.
 
     def has_initial_state(self, member: Member) -> bool:
-        """Return whether the worker's own initial state is the run's."""
+        """Return whether the worker has created the same initial state as the run's."""
         return member.initial_digest == self._initial_digest
 
     def admit_ready(self) -> list[Action]:

@@ -166,7 +166,7 @@ async def test_deleted_control_token_is_written_again(tmp_path):
         path = control.guard._file
         assert path is not None
         path.unlink()
-        control.guard.write_again()
+        control.guard.restore_file()
         assert path.read_text() == control.guard.token + "\n"
 
 
