@@ -73,7 +73,8 @@ def encode_documents(
     Args:
         tokenizer: The model's tokenizer.
         corpus: Documents, or parts of them.
-        selected: Mask of the documents or parts to yield; other documents are not encoded.
+        selected: Mask of the documents or parts to yield, (documents,) bool; a document without a
+            selected part is not encoded.
 
     Raises:
         DataError: A token depends on text that is thousands of characters away.
@@ -125,18 +126,18 @@ class _Document:
 def _encode_parts(tokenizer: Any, document: _Document) -> Iterator[Tokens]:
     """Yield the tokens that begin in each part of a document."""
     bounds = document.bounds[1:-1].tolist()
-    pieces: list[Tokens] = []
+    part_tokens: list[Tokens] = []
     index = 0
     for ids, starts in encode_text(tokenizer, int(document.bounds[-1]), document.read):
         offset = 0
         while index < len(bounds) and len(starts) and bounds[index] <= starts[-1]:
             split = int(np.searchsorted(starts, bounds[index]))
-            yield np.concatenate([*pieces, ids[offset:split]])
-            pieces, offset, index = [], split, index + 1
-        pieces.append(ids[offset:])
+            yield np.concatenate([*part_tokens, ids[offset:split]])
+            part_tokens, offset, index = [], split, index + 1
+        part_tokens.append(ids[offset:])
     for _ in range(len(bounds) + 1 - index):
-        yield np.concatenate([*pieces, np.zeros(0, np.int64)])
-        pieces = []
+        yield np.concatenate([*part_tokens, np.zeros(0, np.int64)])
+        part_tokens = []
 
 
 def encode_text(

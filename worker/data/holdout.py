@@ -46,7 +46,7 @@ def split(keys: Sequence[str], seed: int, fraction: float) -> tuple[list[int], l
     Args:
         keys: The key of each sample; samples with equal keys are ranked by index.
         seed: The run's seed.
-        fraction: Share of the samples to hold out, in [0, 1).
+        fraction: Fraction of the samples to hold out, in [0, 1).
     """
     count = held_out_count(len(keys), fraction)
     ranked = sorted(range(len(keys)), key=lambda i: (draws.derive_key(seed, "holdout", keys[i]), i))
@@ -56,13 +56,13 @@ def split(keys: Sequence[str], seed: int, fraction: float) -> tuple[list[int], l
 def split_by_class(
     keys: Sequence[str], classes: Sequence[Hashable], seed: int, fraction: float
 ) -> tuple[list[int], list[int]]:
-    """Split each class with `split`, so that the same share of each class is held out.
+    """Split each class with `split`, so that the same fraction of each class is held out.
 
     Args:
         keys: The key of each sample.
         classes: The class of each sample.
         seed: The run's seed.
-        fraction: Share of each class to hold out; at least one sample of each class remains.
+        fraction: Fraction of each class to hold out; at least one sample of each class remains.
     """
     members: dict[Hashable, list[int]] = defaultdict(list)
     for index, class_of_sample in enumerate(classes):

@@ -18,7 +18,7 @@ from protocol.base.errors import DataError
 from protocol.spec.manifest import Block, TensorSpec
 
 _MINOR_STACK: Final = 0.25
-"""A stack of other layers counts only with at least this share of the largest stack's parameters,
+"""A stack of other layers counts only with at least this part of the largest stack's parameters,
 so that the layers of a two-layer head do not count as the model's layers."""
 
 

@@ -119,7 +119,7 @@ def _release_nothing() -> None:
     pass
 
 
-def _build_failed(run_id: str, spec: RunSpec, error: Exception) -> BuildFailed:
+def _describe_build_failure(run_id: str, spec: RunSpec, error: Exception) -> BuildFailed:
     """Convert an exception of a task or a library; lack of memory is local to this machine."""
     reason = describe_error(error)
     if reason == type(error).__name__:  # no message: name the line that raised it
@@ -130,7 +130,7 @@ def _build_failed(run_id: str, spec: RunSpec, error: Exception) -> BuildFailed:
     return BuildFailed(run_id, DataError(text))
 
 
-def _traits(backend: Backend, job: _Job) -> dict[str, str]:
+def _numerics_traits(backend: Backend, job: _Job) -> dict[str, str]:
     """Return everything that decides a gradient's bits besides the probe."""
     subnormals = {"subnormals": "kept" if job.keeps_subnormals else "flushed"}
     module = job.task.trainable.module
@@ -140,7 +140,7 @@ def _traits(backend: Backend, job: _Job) -> dict[str, str]:
     return {**backend.numerics_profile(job.spec.threads), **versions, **subnormals}
 
 
-def _samples_of_step(order: SampleOrder, action: act.Compute) -> Sequence[Sequence[int]]:
+def _plan_samples(order: SampleOrder, action: act.Compute) -> Sequence[Sequence[int]]:
     """Return the samples of each microbatch of a step.
 
     Raises:
@@ -181,19 +181,19 @@ def _coupled_program(job: _Job) -> ComputesCoupledLoss:
     return job.program
 
 
-def _gradients(job: _Job, leaves: Sequence[Leaf]) -> GradientStream:
+def _start_gradients(job: _Job, leaves: Sequence[Leaf]) -> GradientStream:
     if job.spec.exchange.precision == "bfloat16":
         return sum_rounded_on_host(job.program, leaves, len(job.task.manifest.blocks))
     return job.program.gradients(leaves)
 
 
-def _batch(task: Task, samples: Sequence[int], seed: int) -> Batch:
+def _build_batch(task: Task, samples: Sequence[int], seed: int) -> Batch:
     if isinstance(task, DrawsBatches):
         return task.drawn_batch(samples, seed)
     return task.batch(samples)
 
 
-def _sum_trial(task: Task, spec: RunSpec) -> SumTrial | None:
+def _make_sum_trial(task: Task, spec: RunSpec) -> SumTrial | None:
     if not spec.is_user_task or spec.batch.unit == "microbatch":
         return None
     from worker.tasks.checks.additivity import sum_trial_of  # noqa: PLC0415 -- imports torch
@@ -201,7 +201,7 @@ def _sum_trial(task: Task, spec: RunSpec) -> SumTrial | None:
     return sum_trial_of(task)
 
 
-def _replay(
+def _make_replay_check(
     spec: RunSpec, task: Task, program: Program, example: Batch, order: SampleOrder
 ) -> ReplayCheck | None:
     """Return the check for hidden state; None for a scripted device, which computes nothing."""
@@ -209,13 +209,13 @@ def _replay(
         return None
     if isinstance(task, ReadsFiles):  # the task's samples are fetched later
         return ReplayCheck(spec, task, program, example, [lambda: example])
-    first_batch = partial(_first_batch, spec, task, order, 0)
+    first_batch = partial(_build_first_batch, spec, task, order, 0)
     return ReplayCheck(
-        spec, task, program, example, [first_batch, _unseen_batch(spec, task, order)]
+        spec, task, program, example, [first_batch, _choose_unseen_batch(spec, task, order)]
     )
 
 
-def _unseen_batch(spec: RunSpec, task: Task, order: SampleOrder) -> Callable[[], Batch]:
+def _choose_unseen_batch(spec: RunSpec, task: Task, order: SampleOrder) -> Callable[[], Batch]:
     """Return a function that builds a microbatch of samples that no trial has computed yet.
 
     A task with state per sample has no state for these samples yet. If the data set is too small,
@@ -229,12 +229,12 @@ def _unseen_batch(spec: RunSpec, task: Task, order: SampleOrder) -> Callable[[],
         candidates[-1],
     )
     samples = order.microbatches(step)[number]
-    return partial(_batch, task, samples, microbatch_seed(spec.seed, step, number))
+    return partial(_build_batch, task, samples, microbatch_seed(spec.seed, step, number))
 
 
-def _first_batch(spec: RunSpec, task: Task, order: SampleOrder, step: int) -> Batch:
+def _build_first_batch(spec: RunSpec, task: Task, order: SampleOrder, step: int) -> Batch:
     """Build the first microbatch of a step."""
-    return _batch(task, order.microbatches(step)[0], microbatch_seed(spec.seed, step, 0))
+    return _build_batch(task, order.microbatches(step)[0], microbatch_seed(spec.seed, step, 0))
 
 
 class _DeviceRefusal(Exception):
@@ -451,7 +451,7 @@ class Engine:
             return
         try:
             with progress.report_to(self._set_preparing):
-                job = self._job_for(spec, action.inputs)
+                job = self._prepare_job(spec, action.inputs)
         except _DeviceRefusal as refusal:
             self._emit(BuildFailed(run_id, refusal.error, is_local=True))
             return
@@ -460,7 +460,7 @@ class Engine:
             self._emit(BuildFailed(run_id, error, is_local=is_local))
             return
         except Exception as error:  # noqa: BLE001 -- a bad run spec must not end the worker
-            self._emit(_build_failed(run_id, spec, error))
+            self._emit(_describe_build_failure(run_id, spec, error))
             return
         self._replica.await_digest()
         if not self._in_group:
@@ -480,7 +480,7 @@ class Engine:
         if job.replay is not None:
             job.replay.begin_again()
         backend = self._factory.backend()
-        traits = _traits(backend, job)
+        traits = _numerics_traits(backend, job)
         parity = job.program.parity
         traits_text = [f"probe {job.probe_digest[:12]}", *([parity] if parity else [])]
         traits_text += [f"{key} {value}" for key, value in sorted(traits.items())]
@@ -504,7 +504,7 @@ class Engine:
     def _may_keep_state(action: act.Build, job: _Job) -> bool:
         return action.keep_state and job.run_id == action.run_id and job.is_complete
 
-    def _job_for(self, spec: RunSpec, inputs: str | None) -> _Job:
+    def _prepare_job(self, spec: RunSpec, inputs: str | None) -> _Job:
         job = self._job
         if job is not None and (job.spec, job.inputs) == (spec, inputs) and job.error is None:
             return job
@@ -517,8 +517,8 @@ class Engine:
         _check_manifest(spec, manifest)
         batches = order.order if isinstance(order, InnerPhaseOrder) else order
         if not isinstance(task, ReadsFiles):  # the task's samples are fetched later
-            refuse_unstable_batch(spec, task, lambda: _first_batch(spec, task, batches, 0))
-        trial = _sum_trial(task, spec)
+            refuse_unstable_batch(spec, task, lambda: _build_first_batch(spec, task, batches, 0))
+        trial = _make_sum_trial(task, spec)
         check_subnormals(_UPDATE_THREAD)
         example, *other_examples = microbatch_per_shape(task, batches)
         evaluations = evaluation_per_shape(task)
@@ -532,7 +532,7 @@ class Engine:
             probe = (rows_probe if captures else probe_digest)(program, [example, *other_examples])
             keeps_subnormals = program.keeps_subnormals()
             try:
-                replay = _replay(spec, task, program, example, batches)
+                replay = _make_replay_check(spec, task, program, example, batches)
             except SamestepError:
                 program.close()
                 raise
@@ -591,14 +591,14 @@ class Engine:
             yield from self._compute_inner_phase(job, action)
             return
         start_s, start_us = self._machine.now_s(), now_us()
-        samples = _samples_of_step(job.order, action)
+        samples = _plan_samples(job.order, action)
         if self._request_files(job, action, samples):
             return
         if job.has_average_loaded:
             self._load(job)
         seeds = [microbatch_seed(job.spec.seed, step_id.step, leaf) for leaf in range(*subtree)]
         batches = [
-            _batch(job.task, samples[leaf], seed)
+            _build_batch(job.task, samples[leaf], seed)
             for leaf, seed in zip(range(*subtree), seeds, strict=True)
         ]
         leaves = list(zip(batches, seeds, strict=True))
@@ -626,7 +626,7 @@ class Engine:
         weight = tree_sum([batch.weight for batch, _ in leaves])  # known before the backward
         leaf, since_us = subtree.lo, now_us()
         loss: Loss | None = None
-        stream = _gradients(job, leaves)
+        stream = _start_gradients(job, leaves)
         for item in self._watch.await_each(stream):
             yield  # the device computes; other work may run
             if self._is_cancelled(step_id, subtree):

@@ -87,5 +87,5 @@ def test_profile_has_the_loss_version_in_every_arithmetic():
             task=SimpleNamespace(trainable=SimpleNamespace(module=llama())),
             keeps_subnormals=True,
         )
-        traits = engine._traits(ScriptedBackend(), job)
+        traits = engine._numerics_traits(ScriptedBackend(), job)
         assert traits["vocabulary_loss"] == vocabulary_loss.VERSION

@@ -51,7 +51,7 @@ _CANDIDATE_BYTES: Final = 1 << 26
 _GOLDEN: Final = (math.sqrt(5) - 1) / 2
 """Multiples of this number, modulo 1, are evenly spread and match no period of the data."""
 _PERTURBATION: Final = 0.02
-"""Perturbation of weights, as a share of the tensor's root mean square; 0.01 for zeros."""
+"""Perturbation of weights, relative to the tensor's root mean square; 0.01 for zeros."""
 _CPU: Final = torch.device("cpu")
 _EQUAL_SPACINGS: Final = 256
 """Two values count as equal within this many float spacings."""
