@@ -88,7 +88,7 @@ def compare(device: Device, program: ProgramText, *, use_gpu_kernels: bool = Fal
         Mismatch: Values differ, or the device raises anything but a refusal.
     """
     if program.special and re.search(r"(std|var)_mean\(", str(program)):
-        raise Unsupported("torch's running mean turns an infinite mean into NaN")
+        raise Unsupported("torch's std_mean and var_mean give NaN for an infinite mean")
     return compare_class(
         device, define_class(program.class_source()), shape=program.shape, seed=program.seed,
         layers=program.layers, special=program.special, use_gpu_kernels=use_gpu_kernels,
@@ -105,7 +105,7 @@ def compare_class(
     special: str = "",
     use_gpu_kernels: bool = False,
 ) -> str:
-    """As `compare`, for a program that is a class; the options are those of `ProgramText`."""
+    """Compare a program class as `compare` does; the options are those of `ProgramText`."""
     module = Model(program, layers, seed)
     weights = torch.arange(MAX_ELEMENTS, dtype=torch.float32).mul(0.7).cos() + 0.3
     batches = [

@@ -143,30 +143,30 @@ def _draw_value(draw: Any, letter: str, partial: _PartialProgram, first: str) ->
     Raises:
         LookupError: The program has no value of the required type.
     """
-    like = partial.tensor(first)
-    dimensions = max(like.dim(), 1)
+    first_tensor = partial.tensor(first)
+    dimensions = max(first_tensor.dim(), 1)
     if letter in "fv":
         return first
     if letter == "g":
         floats = partial.tensor_names({torch.float32})
-        candidates = [x for x in floats if _can_broadcast(partial.tensor(x), like)]
+        candidates = [x for x in floats if _can_broadcast(partial.tensor(x), first_tensor)]
         return draw(st.sampled_from(candidates or floats))
     if letter in "nb":
         existing = partial.tensor_names(_INTEGER_TYPES if letter == "n" else {torch.bool})
-        candidates = [x for x in existing if _can_broadcast(partial.tensor(x), like)]
+        candidates = [x for x in existing if _can_broadcast(partial.tensor(x), first_tensor)]
         if not existing:
             raise LookupError
         return draw(st.sampled_from(candidates or existing))
     if letter in "de":
         return draw(st.integers(-dimensions, dimensions - 1))
     if letter == "w":
-        return like.shape[-1] if like.dim() else 1
+        return first_tensor.shape[-1] if first_tensor.dim() else 1
     if letter == "o":
-        return like.shape[0] if like.dim() else 1
+        return first_tensor.shape[0] if first_tensor.dim() else 1
     if letter == "r":
-        return _draw_shape(draw, like.numel())
-    if letter in "hi":  # the second dimension, or the last but one
-        return like.shape[1 if letter == "h" else -2]
+        return _draw_shape(draw, first_tensor.numel())
+    if letter in "hi":  # the second dimension, or the second to last
+        return first_tensor.shape[1 if letter == "h" else -2]
     strategies: dict[str, Any] = {
         "k": st.integers(1, 3),
         "z": st.integers(0, 2),
@@ -215,7 +215,7 @@ def _add_operator(draw: Any, partial: _PartialProgram, number: int) -> None:
     """Draw one operator, and add its lines to the program if torch accepts them."""
     group = draw(st.sampled_from(_OPERATOR_GROUPS))
     template = draw(st.sampled_from(group))
-    new = f"v{number}"
+    new_name = f"v{number}"
     first_and_line = _fill_template(draw, template, partial)
     if first_and_line is None:
         return
@@ -225,22 +225,22 @@ def _add_operator(draw: Any, partial: _PartialProgram, number: int) -> None:
         if not partial.add_line(f"{name} = {line}", partial.init):
             return
         call = _draw_call(draw, name, line, first, partial)
-        if call is None or not partial.add_line(f"{new} = {call}", partial.forward):
+        if call is None or not partial.add_line(f"{new_name} = {call}", partial.forward):
             partial.init.pop()
             delattr(partial.module, f"m{number}")
     elif "{v}" in template:
         target = line.split(".", 1)[0].split("[", 1)[0]
         if target[0] != "v" or draw(st.booleans()):
-            partial.add_line(f"{new} = {target} * 1", partial.forward)
-            line = re.sub(rf"\b{target}\b", new, line, count=1)
+            partial.add_line(f"{new_name} = {target} * 1", partial.forward)
+            line = re.sub(rf"\b{target}\b", new_name, line, count=1)
         partial.add_line(line, partial.forward)
     else:
-        partial.add_line(f"{new} = {line}", partial.forward)
-    value = partial.names.get(new)
+        partial.add_line(f"{new_name} = {line}", partial.forward)
+    value = partial.names.get(new_name)
     if value is not None and (
         not isinstance(value, torch.Tensor) or not 0 < value.numel() <= MAX_ELEMENTS
     ):
-        del partial.names[new]
+        del partial.names[new_name]
         partial.forward.pop()
 
 

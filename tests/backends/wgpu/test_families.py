@@ -97,8 +97,8 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 WITHOUT_SDPA = {"Gemma 2", "GPT-Neo", "Bloom", "MPNet", "DeBERTa v2"}
 WRITTEN_OUT = {*((family, "eager") for family in (*WITHOUT_SDPA, "Falcon", "T5")), ("T5", "sdpa")}
-"""Family and attention implementation that are never fused: they have another formula, or trained
-biases."""
+"""Family and attention implementation of models that are never fused, because their attention has
+another formula or trained biases."""
 NAME_SUFFIXES = {"T5": "'s encoder"}
 _TABLE = re.compile(r"\| family \| `model_type`.*?(?=\n\n)", re.DOTALL)
 EXPERTS = {
@@ -158,7 +158,7 @@ def build_model(
         module = transformers.AutoModelForSequenceClassification.from_config(
             config, attn_implementation=attention
         )
-    with torch.no_grad():  # weights of zero or one would hide errors in their gradients
+    with torch.no_grad():  # zeros and ones would hide whether the device uses a weight
         for parameter in module.parameters():
             parameter.add_(torch.randn(parameter.shape) * 0.02)
     return module

@@ -26,7 +26,7 @@ from tests.backends.wgpu.small_models import (
 WIDE = {"hidden_size": 128, "intermediate_size": 160, "num_attention_heads": 2}
 """Sizes with rows so long that a workgroup shares each."""
 NOT_MERGED, MIN_BINDINGS, GPU_BINDINGS = 0, 8, 16
-"""Bindings per shader: none for merged kernels, those of every adapter, and those of GPUs."""
+"""Bindings per shader: too few for merged kernels, those of every adapter, and those of GPUs."""
 
 
 class Block(nn.Module):

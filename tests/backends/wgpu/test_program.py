@@ -175,7 +175,6 @@ def test_loaded_values_affect_gradients_and_evaluation(compile_program):
 
 
 def test_unsupported_evaluation_is_refused_before_training():
-
     def evaluate(module: Any, arrays: Any) -> dict[str, float]:
         return {"norm": float(module.lm_head(arrays["input_ids"].float()).norm())}
 
@@ -226,7 +225,7 @@ class ScaleWithDropout(nn.Module):
 
 
 def test_dropout_masks_equal_those_of_the_host(compile_program):
-    """Seed set 0 is for draws outside layers, 1 and 2 for the layers."""
+    """The first seed of a microbatch is for draws outside layers, the others for one layer each."""
 
     def loss(module: nn.Module, arrays: Any) -> torch.Tensor:
         return module(arrays["x"]).sum()
@@ -346,7 +345,7 @@ def test_the_host_adds_sums_without_exact_additions_or_memory(device):
 
 @pytest.mark.slow
 def test_memory_of_sums_is_released_for_a_larger_plan(device, monkeypatch):
-    """But not within a subtree, whose sums the memory holds."""
+    """A subtree keeps this memory until its sums are complete."""
     small_batch, large_batch = token_batch(length=8), token_batch(length=30)
     job = trainable(llama(layers=1), next_token_loss)
     template = KernelOptions(not device.adapter.software, MatmulTuner(device).shader)
