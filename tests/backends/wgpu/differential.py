@@ -124,8 +124,8 @@ def compare_class(
         return _run_comparison(device, module, blocks, batches, use_gpu_kernels=use_gpu_kernels)
 
 
-def _templates(device: Device, *, use_gpu_kernels: bool) -> KernelOptions:
-    """Return the device's templates, or those of a GPU with small tiles, which compile quickly."""
+def _kernel_options(device: Device, *, use_gpu_kernels: bool) -> KernelOptions:
+    """Return the device's options, or those of a GPU with small tiles, which compile quickly."""
     if use_gpu_kernels:
         return KernelOptions(cooperative=True, matmul=small_tiles, bindings=16)
     return KernelOptions(not device.adapter.software, MatmulTuner(device).shader)
@@ -139,10 +139,10 @@ def _run_comparison(
     *,
     use_gpu_kernels: bool,
 ) -> str:
-    template = _templates(device, use_gpu_kernels=use_gpu_kernels)
+    kernel_options = _kernel_options(device, use_gpu_kernels=use_gpu_kernels)
     try:
         compiled = CompiledProgram(
-            device, Trainable(blocks, module, weighted_loss), template, adds_on_device=True
+            device, Trainable(blocks, module, weighted_loss), kernel_options, adds_on_device=True
         )
         with contextlib.closing(compiled):
             microbatches = [

@@ -56,8 +56,10 @@ def batch(width=WIDTH):
 
 
 def program_of(device, module, base_dtype, example):
-    template = KernelOptions(not device.adapter.software, MatmulTuner(device).shader)
-    program = CompiledProgram(device, trainable(module, base_dtype), template, adds_on_device=True)
+    kernel_options = KernelOptions(not device.adapter.software, MatmulTuner(device).shader)
+    program = CompiledProgram(
+        device, trainable(module, base_dtype), kernel_options, adds_on_device=True
+    )
     program.check(example)
     return program
 

@@ -38,9 +38,9 @@ def on_device(
     `cooperative` uses the kernels of a GPU, whose invocations cooperate.
     """
     module = Function(function)
-    template = KernelOptions(cooperative=cooperative, matmul=MatmulTuner(device).shader)
+    kernel_options = KernelOptions(cooperative=cooperative, matmul=MatmulTuner(device).shader)
     program = CompiledProgram(
-        device, Trainable((), module, lambda m, a: m(a)), template, adds_on_device=True
+        device, Trainable((), module, lambda m, a: m(a)), kernel_options, adds_on_device=True
     )
     try:
         result = program.forward(tuple(tensors), {})

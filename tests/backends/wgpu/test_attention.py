@@ -276,8 +276,8 @@ def assert_fused(module: nn.Module, loss: Any, batch: Batch) -> None:
 
 def compile_for_gpu(device: Any, job: Any, batch: Batch) -> tuple[CompiledProgram, Any]:
     """Return a program with the kernels of a GPU, and its gradients."""
-    templates = KernelOptions(cooperative=True, matmul=small_tiles)
-    program = CompiledProgram(device, job, templates, adds_on_device=True)
+    kernel_options = KernelOptions(cooperative=True, matmul=small_tiles)
+    program = CompiledProgram(device, job, kernel_options, adds_on_device=True)
     program.check(batch)
     return program, gradients(program, batch)
 
@@ -305,11 +305,11 @@ def step_bytes(length: int, *, cooperative: bool) -> int:
     names = [name for name, _ in module.named_parameters()]
     batch = token_batch(1, length)
     arrays = {name: torch.from_numpy(array) for name, array in batch.arrays.items()}
-    templates = KernelOptions(cooperative=cooperative, matmul=small_tiles)
-    capture = capture_step(module, next_token_loss, names, arrays, templates.fuses)
+    kernel_options = KernelOptions(cooperative=cooperative, matmul=small_tiles)
+    capture = capture_step(module, next_token_loss, names, arrays, kernel_options.fuses)
     constants = dict(module.named_buffers())
     base = BaseLayout(module, "float32")
-    plan = lower_to_plan(capture, base, constants, templates, [[*range(1 + len(names))]])
+    plan = lower_to_plan(capture, base, constants, kernel_options, [[*range(1 + len(names))]])
     sizes = {name: 4 * t.numel() for name, t in [*module.named_parameters(), *constants.items()]}
     memory = estimate(plan, sizes)
     return memory.activations + memory.transfers

@@ -112,8 +112,8 @@ def test_draws_of_a_microbatch_follow_from_its_seed(device):
     job = trainable(module, sum_loss)
     x = np.random.default_rng(0).standard_normal((4, 8, 8)).astype(np.float32)
     batch = Batch({"x": x}, 4.0)
-    template = KernelOptions(cooperative=False, matmul=MatmulTuner(device).shader)
-    program = CompiledProgram(device, job, template, adds_on_device=True)
+    kernel_options = KernelOptions(cooperative=False, matmul=MatmulTuner(device).shader)
+    program = CompiledProgram(device, job, kernel_options, adds_on_device=True)
     first, other, repeat = (gradients(program, batch, seed) for seed in (1, 2, 1))
     program.close()
     for number, block in enumerate(job.blocks):

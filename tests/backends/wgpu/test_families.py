@@ -195,9 +195,9 @@ def compile_program(device) -> Iterator[Callable[..., CompiledProgram]]:
     def compile_for_device(
         module: nn.Module, loss: Any, *, cooperative: bool, bindings: int = 8
     ) -> CompiledProgram:
-        templates = KernelOptions(cooperative, MatmulTuner(device).shader, bindings=bindings)
+        kernel_options = KernelOptions(cooperative, MatmulTuner(device).shader, bindings=bindings)
         job = trainable(module, loss)
-        programs.append(CompiledProgram(device, job, templates, adds_on_device=True))
+        programs.append(CompiledProgram(device, job, kernel_options, adds_on_device=True))
         return programs[-1]
 
     yield compile_for_device

@@ -94,11 +94,11 @@ def new_program(
     device, module, loss, *, precision="float16", cooperative=True, base_dtype="float32"
 ):
     """Return a task and its program; `cooperative` uses the kernels of a GPU."""
-    templates = KernelOptions(
+    kernel_options = KernelOptions(
         cooperative, small_tiles, bindings=16, is_float16=precision == "float16"
     )
     job = trainable(module, loss, precision=precision, base_dtype=base_dtype)
-    program = CompiledProgram(device, job, templates, adds_on_device=True)
+    program = CompiledProgram(device, job, kernel_options, adds_on_device=True)
     program.loss_scale = LOSS_SCALE if precision == "float16" else 1.0
     return job, program
 

@@ -57,13 +57,13 @@ def estimate_qwen3_4b(layers):
     model.model.rotary_emb = Qwen3RotaryEmbedding(config)
     trained = [name for name, p in module.named_parameters() if p.requires_grad]
     ids = torch.zeros((1, TOKENS), dtype=torch.int64)
-    templates = KernelOptions(cooperative=True, matmul=small_tiles)
+    kernel_options = KernelOptions(cooperative=True, matmul=small_tiles)
     arrays = {"input_ids": ids, "labels": ids}
-    capture = capture_step(module, loss, trained, arrays, templates.fuses)
+    capture = capture_step(module, loss, trained, arrays, kernel_options.fuses)
     tensors, buffers = named_tensors(module), dict(module.named_buffers())
     base = BaseLayout(module, "int8")
     constants = {name: buffer for name, buffer in tensors.items() if name in buffers}
-    plan = lower_to_plan(capture, base, constants, templates, [[*range(1 + len(trained))]])
+    plan = lower_to_plan(capture, base, constants, kernel_options, [[*range(1 + len(trained))]])
     sizes = {name: base.nbytes(name) or 4 * tensor.numel() for name, tensor in tensors.items()}
     return estimate(plan, sizes)
 

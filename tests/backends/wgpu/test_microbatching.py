@@ -47,8 +47,8 @@ def compile_program(
     `options` are those of `KernelOptions`.
     """
     options = {"cooperative": True} | options
-    template = KernelOptions(matmul=matmul, microbatches=microbatches, **options)
-    program = CompiledProgram(target, job, template, adds_on_device=True)
+    kernel_options = KernelOptions(matmul=matmul, microbatches=microbatches, **options)
+    program = CompiledProgram(target, job, kernel_options, adds_on_device=True)
     program.check(batch)
     return program
 

@@ -33,18 +33,20 @@ def plan_for_gpu(module, loss, batch, *, is_fused: bool = False) -> Plan:
     names = [tensor.name for block in cut_into_blocks(module) for tensor in block.tensors]
     arrays = {name: torch.tensor(array) for name, array in batch.arrays.items()}
     bindings = 16 if is_fused else 8
-    template = KernelOptions(cooperative=True, matmul=matmul_shader, bindings=bindings)
-    capture = capture_step(module, loss, names, arrays, template.fuses if is_fused else never_fuses)
+    kernel_options = KernelOptions(cooperative=True, matmul=matmul_shader, bindings=bindings)
+    capture = capture_step(
+        module, loss, names, arrays, kernel_options.fuses if is_fused else never_fuses
+    )
     kinds: dict[int, LayerKernels] = {}
     for kind in capture.kinds:
         if id(kind) not in kinds:
-            kinds[id(kind)] = lower_layer(kind, (), template)
+            kinds[id(kind)] = lower_layer(kind, (), kernel_options)
     values = [None] * (len(capture.tensors) + len(capture.arrays) + 1)
-    outer = lower(capture.graph, values, (), template)
+    outer = lower(capture.graph, values, (), kernel_options)
     groups = [[1 + number] for number in reversed(range(len(names)))]
     groups[-1].append(0)
     layers = [kinds[id(kind)] for kind in capture.kinds]
-    return make_plan(capture, outer, layers, groups, template.merge)
+    return make_plan(capture, outer, layers, groups, kernel_options.merge)
 
 
 def shader_sources(plan: Plan) -> set[str]:

@@ -48,8 +48,8 @@ def compile_program(device) -> Iterator[Any]:
     programs: list[CompiledProgram] = []
 
     def compile_for_device(job: Trainable, example: Batch) -> CompiledProgram:
-        template = KernelOptions(not device.adapter.software, MatmulTuner(device).shader)
-        program = CompiledProgram(device, job, template, adds_on_device=True)
+        kernel_options = KernelOptions(not device.adapter.software, MatmulTuner(device).shader)
+        program = CompiledProgram(device, job, kernel_options, adds_on_device=True)
         programs.append(program)
         program.check(example)
         return program
@@ -72,8 +72,8 @@ def bert_program(device) -> Iterator[CompiledProgram]:
 
 
 def _compile_and_close(device: Any, job: Trainable, example: Batch) -> Iterator[CompiledProgram]:
-    template = KernelOptions(not device.adapter.software, MatmulTuner(device).shader)
-    program = CompiledProgram(device, job, template, adds_on_device=True)
+    kernel_options = KernelOptions(not device.adapter.software, MatmulTuner(device).shader)
+    program = CompiledProgram(device, job, kernel_options, adds_on_device=True)
     program.check(example)
     yield program
     program.close()
@@ -333,8 +333,8 @@ def test_subtree_uses_one_upload_per_microbatch_and_one_readback_per_block(bert_
 def test_the_host_adds_sums_without_exact_additions_or_memory(device):
     """Memory suffices if it is unknown (0), or if 5% remain free."""
     job = trainable(llama(), next_token_loss)
-    template = KernelOptions(not device.adapter.software, MatmulTuner(device).shader)
-    inexact = CompiledProgram(device, job, template, adds_on_device=False)
+    kernel_options = KernelOptions(not device.adapter.software, MatmulTuner(device).shader)
+    inexact = CompiledProgram(device, job, kernel_options, adds_on_device=False)
     assert inexact.gradients([(token_batch(), 0)] * 2).sums is not None
     inexact.close()
     estimates = [Estimate(10, 60, 5, (0, ""))]
@@ -348,10 +348,10 @@ def test_memory_of_sums_is_released_for_a_larger_plan(device, monkeypatch):
     """A subtree keeps this memory until its sums are complete."""
     small_batch, large_batch = token_batch(length=8), token_batch(length=30)
     job = trainable(llama(layers=1), next_token_loss)
-    template = KernelOptions(not device.adapter.software, MatmulTuner(device).shader)
+    kernel_options = KernelOptions(not device.adapter.software, MatmulTuner(device).shader)
 
     def new_program() -> CompiledProgram:
-        program = CompiledProgram(device, job, template, adds_on_device=True)
+        program = CompiledProgram(device, job, kernel_options, adds_on_device=True)
         program.check(small_batch)
         return program
 

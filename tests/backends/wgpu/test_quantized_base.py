@@ -81,8 +81,10 @@ def test_gradients_equal_those_of_the_cpu_with_the_same_weights(device, base_dty
     )
     float32_loss, _ = loss_and_gradients(float32_program, batch)
     reference = EagerBackend("cpu").compile(trainable(copy.deepcopy(module), base_dtype), batch)
-    template = KernelOptions(not device.adapter.software, MatmulTuner(device).shader)
-    program = CompiledProgram(device, trainable(module, base_dtype), template, adds_on_device=True)
+    kernel_options = KernelOptions(not device.adapter.software, MatmulTuner(device).shader)
+    program = CompiledProgram(
+        device, trainable(module, base_dtype), kernel_options, adds_on_device=True
+    )
     program.check(batch)
     expected_loss, expected_gradients = loss_and_gradients(reference, batch)
     actual_loss, actual_gradients = loss_and_gradients(program, batch)

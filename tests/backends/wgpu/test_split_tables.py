@@ -38,9 +38,9 @@ TEN_PARTS_BYTES = 8000
 
 
 def new_program(device, job, batch, largest_bytes=LARGEST_BYTES):
-    template = KernelOptions(not device.adapter.software, MatmulTuner(device).shader)
+    kernel_options = KernelOptions(not device.adapter.software, MatmulTuner(device).shader)
     program = CompiledProgram(
-        device, job, template, adds_on_device=False, largest_bytes=largest_bytes
+        device, job, kernel_options, adds_on_device=False, largest_bytes=largest_bytes
     )
     program.check(batch)
     return program
@@ -199,9 +199,9 @@ def test_values_are_readable_after_their_release_on_the_host(device, base_dtype,
     job = trainable(
         make_wide(qwen3_with_lora, tie_word_embeddings=True), next_token_loss, base_dtype=base_dtype
     )
-    template = KernelOptions(not device.adapter.software, MatmulTuner(device).shader)
+    kernel_options = KernelOptions(not device.adapter.software, MatmulTuner(device).shader)
     program = CompiledProgram(
-        device, job, template, adds_on_device=False, largest_bytes=largest_bytes
+        device, job, kernel_options, adds_on_device=False, largest_bytes=largest_bytes
     )
     current_values = program.make_value_reader()
     values_before = current_values()
@@ -291,9 +291,9 @@ def test_a_trained_table_is_loaded_and_summed_in_parts(device):
     job = trainable(module, next_token_loss)
     rng = np.random.default_rng(1)
     values = [rng.normal(0, 0.05, block.elements).astype(np.float32) for block in job.blocks]
-    template = KernelOptions(not device.adapter.software, MatmulTuner(device).shader)
+    kernel_options = KernelOptions(not device.adapter.software, MatmulTuner(device).shader)
     program = CompiledProgram(
-        device, job, template, adds_on_device=True, largest_bytes=LARGEST_BYTES
+        device, job, kernel_options, adds_on_device=True, largest_bytes=LARGEST_BYTES
     )
     program.check(short_batch())
     initial_gradients = gradients(program, short_batch())

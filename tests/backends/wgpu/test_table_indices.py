@@ -158,8 +158,8 @@ def test_program_refuses_invalid_indices_in_training_and_evaluation(device):
         return {"loss": float(loss(module, arrays))}
 
     job = Trainable(cut_into_blocks(module), module, loss, evaluate)
-    template = KernelOptions(not device.adapter.software, MatmulTuner(device).shader)
-    program = CompiledProgram(device, job, template, adds_on_device=True)
+    kernel_options = KernelOptions(not device.adapter.software, MatmulTuner(device).shader)
+    program = CompiledProgram(device, job, kernel_options, adds_on_device=True)
     try:
         valid_batch, invalid_batch = Batch(make_arrays(), 2.0), Batch(make_arrays(99), 2.0)
         program.check(valid_batch)

@@ -25,8 +25,8 @@ _SEPARATE = Convention(fused=False)
 
 
 @dataclass(frozen=True, slots=True)
-class _FusingTemplates(KernelOptions):
-    """KernelOptions that fuse attention of any size."""
+class _AlwaysFusing(KernelOptions):
+    """Options that fuse attention of any size."""
 
     def fuses(self, sizes: AttentionSizes) -> bool:
         del sizes
@@ -42,12 +42,12 @@ def _attention_and_gradients(
         return result.detach(), *torch.autograd.grad((result * grad_output).sum(), leaves)
 
 
-def _run_attention(target: ComputeTarget, template: KernelOptions) -> list[torch.Tensor]:
+def _run_attention(target: ComputeTarget, kernel_options: KernelOptions) -> list[torch.Tensor]:
     """Return the output and the gradients, after a comparison with torch's."""
     generator = torch.Generator().manual_seed(0)
     operands = [torch.randn((1, 2, 45, 20), generator=generator) for _ in range(4)]
     task = Trainable((), Function(_attention_and_gradients), lambda m, a: m(a))
-    program = CompiledProgram(target, task, template, adds_on_device=False)
+    program = CompiledProgram(target, task, kernel_options, adds_on_device=False)
     try:
         results: list[torch.Tensor] = [*program.forward(tuple(operands), {})]
     finally:
@@ -64,11 +64,11 @@ def test_a_device_and_the_cpu_give_the_same_bits(device: object) -> None:
 
     assert isinstance(device, Device)
     cpu = CpuTarget(_SEPARATE, threads=2)
-    cpu_templates = _FusingTemplates(cooperative=True, matmul=product_shader, canonical=True)
-    cpu_results = _run_attention(cpu, cpu_templates)
+    cpu_options = _AlwaysFusing(cooperative=True, matmul=product_shader, canonical=True)
+    cpu_results = _run_attention(cpu, cpu_options)
     cpu.close()
     vulkan = CanonicalDevice(device, _SEPARATE)
-    vulkan_templates = _FusingTemplates(cooperative=True, matmul=small_tiles, canonical=True)
-    vulkan_results = _run_attention(vulkan, vulkan_templates)
+    vulkan_options = _AlwaysFusing(cooperative=True, matmul=small_tiles, canonical=True)
+    vulkan_results = _run_attention(vulkan, vulkan_options)
     for on_cpu, on_vulkan in zip(cpu_results, vulkan_results, strict=True):
         assert np.array_equal(on_cpu.numpy().view(np.uint32), on_vulkan.numpy().view(np.uint32))
