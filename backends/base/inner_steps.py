@@ -77,7 +77,7 @@ class InnerSteps(Protocol):
 
 
 @runtime_checkable
-class OffersInnerSteps(Protocol):
+class InnerStepsProgram(Protocol):
     """A program whose device updates its own copy of the parameters."""
 
     def inner_steps(self, optimizer: OptimizerSpec) -> InnerSteps:
@@ -168,6 +168,6 @@ def inner_steps(
     program: Program, blocks: tuple[Block, ...], optimizer: OptimizerSpec
 ) -> InnerSteps:
     """Return the device's inner steps if it offers them, else those of the host."""
-    if isinstance(program, OffersInnerSteps):
+    if isinstance(program, InnerStepsProgram):
         return program.inner_steps(optimizer)
     return HostInnerSteps(program, blocks, optimizer)

@@ -278,7 +278,7 @@ class Program(Protocol):
 
 
 @runtime_checkable
-class ComputesInPlace(Protocol):
+class InPlaceProgram(Protocol):
     """A program whose device reads main memory and needs no copy of the parameters."""
 
     def share(self, parameters: list[Array]) -> None:
@@ -290,7 +290,7 @@ class ComputesInPlace(Protocol):
 
 
 @runtime_checkable
-class ComputesCoupledLoss(Protocol):
+class CoupledLossProgram(Protocol):
     """A program that trains a loss over all samples of a step: `Trainable.coupled`."""
 
     def embed(self, leaves: Sequence[Leaf]) -> Generator[NDArray[np.uint8], None, None]:

@@ -61,7 +61,8 @@ class TooManyDrawsError(Exception):
 
 
 class SteadyDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """A mode in which torch's random operators return the quantile `level` of their distribution.
+    """A mode in which torch's random operators return the quantile `level` of their distribution,
+    or, where no formula gives it, a similar value or the mean.
 
     Args:
         level: The quantile, in (0, 1).
@@ -231,6 +232,7 @@ def _multinomial_value(
 def _gamma_value(level: float, arguments_by_name: Mapping[str, Any], out: torch.Tensor) -> Any:
     del out
     shape: torch.Tensor = arguments_by_name["self"]
+    # Not the quantile, which has no formula; like it, this is positive and grows with the level.
     return shape * math.exp(NormalDist().inv_cdf(level) / 4)
 
 

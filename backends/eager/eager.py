@@ -205,7 +205,7 @@ class EagerProgram(HostSummedProgram):
         self._thread.submit(self._copy_in, parameters).result()
 
     def share(self, parameters: list[Array]) -> None:
-        """See `backends.base.interface.ComputesInPlace`; cards and sharded models keep a copy
+        """See `backends.base.interface.InPlaceProgram`; cards and sharded models keep a copy
         instead."""
         check_sizes(parameters, self._blocks)
         if self._device.type == "cpu" and self._can_share_parameters:
@@ -260,16 +260,16 @@ class EagerProgram(HostSummedProgram):
         return self._thread.submit(self._run_in_evaluation_mode, self._capture, batch).result()
 
     def embed(self, leaves: Sequence[Leaf]) -> Generator[Rows, None, None]:
-        """See `backends.base.interface.ComputesCoupledLoss`."""
+        """See `backends.base.interface.CoupledLossProgram`."""
         for batch, seed in leaves:
             yield self._thread.submit(self._embed, batch, seed).result()
 
     def step_loss(self, rows: Rows, seed: int) -> StepLoss:
-        """See `backends.base.interface.ComputesCoupledLoss`."""
+        """See `backends.base.interface.CoupledLossProgram`."""
         return self._thread.submit(self._step_loss, rows, seed).result()
 
     def take_embeddings(self) -> list[Rows]:
-        """See `backends.base.interface.ComputesCoupledLoss`."""
+        """See `backends.base.interface.CoupledLossProgram`."""
         embedded, self._embedded = self._embedded, []
         return embedded
 

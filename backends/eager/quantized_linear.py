@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from backends.quantization.mapped_weights import PART_ELEMENTS
-from backends.quantization.quantize import NF4, Quantized, Storage
+from backends.quantization.quantize import NF4, QuantizedMatrix, Storage
 
 _PART_ELEMENTS_OF_CPU: Final = 1 << 18
 """`PART_ELEMENTS` of a CPU: a part fits its cache."""
@@ -47,7 +47,7 @@ class QuantizedWeight:
         device: The device that stores and dequantizes it.
     """
 
-    def __init__(self, stored: Quantized, device: torch.device) -> None:
+    def __init__(self, stored: QuantizedMatrix, device: torch.device) -> None:
         self.shape = stored.rows, stored.columns
         self.device = device
         self._storage = stored.storage

@@ -13,7 +13,13 @@ from typing import Final
 import numpy as np
 import torch
 
-from backends.quantization.quantize import Quantized, Storage, group_size, quantize, stored_bytes
+from backends.quantization.quantize import (
+    QuantizedMatrix,
+    Storage,
+    group_size,
+    quantize,
+    stored_bytes,
+)
 from protocol.machine.mapped_pages import release_mapped_pages
 from protocol.machine.processor import usable_cores
 
@@ -25,7 +31,7 @@ PART_ELEMENTS: Final = 1 << 22
 to convert the weight to half precision."""
 
 
-def quantize_tensor(weight: torch.Tensor, storage: Storage) -> Quantized:
+def quantize_tensor(weight: torch.Tensor, storage: Storage) -> QuantizedMatrix:
     """Quantize a matrix, and release its pages if it is mapped from a file.
 
     Args:
@@ -57,7 +63,7 @@ def quantize_tensor(weight: torch.Tensor, storage: Storage) -> Quantized:
     else:
         part_storages = [store(part_start) for part_start in starts]
     release_pages(weight)
-    return Quantized(
+    return QuantizedMatrix(
         part_storages[0] if part_storages else storage, rows, columns, words, scales, group
     )
 

@@ -63,7 +63,7 @@ _SMALLEST_GROUP: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Quantized:
+class QuantizedMatrix:
     """A quantized matrix.
 
     Attributes:
@@ -104,7 +104,7 @@ def group_size(columns: int, storage: Storage = "int4") -> int:
     return group if group >= _SMALLEST_GROUP else 0
 
 
-def quantize(values: Array, storage: Storage) -> Quantized:
+def quantize(values: Array, storage: Storage) -> QuantizedMatrix:
     """Quantize a float32 matrix.
 
     Args:
@@ -122,7 +122,7 @@ def quantize(values: Array, storage: Storage) -> Quantized:
     no_scales = np.zeros(0, np.float32)
     if storage in {"bf16", "f16"}:
         half_bits = _bfloat16(values) if storage == "bf16" else _float16(values)
-        return Quantized(
+        return QuantizedMatrix(
             storage, rows, columns, half_bits.reshape(-1).view(np.uint32), no_scales, 0
         )
     grouped = values.reshape(-1, group)
@@ -136,9 +136,9 @@ def quantize(values: Array, storage: Storage) -> Quantized:
         codes, scales = _symmetric_codes(grouped, _LARGEST_CODES[storage])
     if BITS[storage] == 8:
         words = np.ascontiguousarray(codes).reshape(-1).view(np.uint32)
-        return Quantized("int8", rows, columns, words, scales, group)
+        return QuantizedMatrix("int8", rows, columns, words, scales, group)
     four_bit_storage: Storage = "nf4" if storage == "nf4" else "int4"
-    return Quantized(four_bit_storage, rows, columns, _pack_nibbles(codes), scales, group)
+    return QuantizedMatrix(four_bit_storage, rows, columns, _pack_nibbles(codes), scales, group)
 
 
 _Codes = tuple[NDArray[np.int8], Array]
@@ -196,7 +196,7 @@ def _pack_nibbles(codes: NDArray[np.int8]) -> NDArray[np.uint32]:
     return words
 
 
-def dequantize(stored: Quantized) -> Array:
+def dequantize(stored: QuantizedMatrix) -> Array:
     """Return the float32 values of a stored matrix, shape (rows, columns)."""
     shape = stored.rows, stored.columns
     if stored.storage == "bf16":

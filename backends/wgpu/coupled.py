@@ -207,11 +207,11 @@ def _pattern(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
     return flat.astype(dtype).reshape(shape)
 
 
-class ComputesStepLoss(Protocol):
+class StepLossProgram(Protocol):
     """The method of a program that is compared with torch."""
 
     def step_loss(self, rows: Rows, seed: int) -> StepLoss:
-        """See `backends.base.interface.ComputesCoupledLoss`."""
+        """See `backends.base.interface.CoupledLossProgram`."""
 
 
 class CoupledParity:
@@ -229,7 +229,7 @@ class CoupledParity:
         self._coupled = coupled
         self._values = values
 
-    def check(self, program: ComputesStepLoss, embedded: Rows, seed: int) -> None:
+    def check(self, program: StepLossProgram, embedded: Rows, seed: int) -> None:
         """Compare with torch.
 
         Args:

@@ -333,7 +333,7 @@ class CompiledProgram:
         return [(self._coupled.complete_batch(batch), seed) for batch, seed in leaves]
 
     def embed(self, leaves: Sequence[Leaf]) -> Generator[Rows, None, None]:
-        """See `backends.base.interface.ComputesCoupledLoss`: runs the plan of a training step up to
+        """See `backends.base.interface.CoupledLossProgram`: runs the plan of a training step up to
         the embeddings."""
         coupled, leaves = self._require_coupled(), self._complete_leaves(leaves)
         for group in self._group_leaves(leaves):
@@ -352,7 +352,7 @@ class CompiledProgram:
             yield from coupled.read_rows(placed_plan.capture, arrays, len(group))
 
     def step_loss(self, rows: Rows, seed: int) -> StepLoss:
-        """See `backends.base.interface.ComputesCoupledLoss`: runs a separate plan."""
+        """See `backends.base.interface.CoupledLossProgram`: runs a separate plan."""
         coupled, samples = self._require_coupled(), len(rows)
         fields = split_fields(coupled.coupled.layout, rows)
         with self._lock:
@@ -373,7 +373,7 @@ class CompiledProgram:
         return coupled.build_step_loss(outputs, samples, self._weights.tables)
 
     def take_embeddings(self) -> list[Rows]:
-        """See `backends.base.interface.ComputesCoupledLoss`."""
+        """See `backends.base.interface.CoupledLossProgram`."""
         embedded, self._embedded = self._embedded, []
         return embedded
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from backends.base.interface import ComputesCoupledLoss, Leaf, Loss, StepLoss
+from backends.base.interface import CoupledLossProgram, Leaf, Loss, StepLoss
 from protocol.base import limits
 from protocol.base.errors import DataError
 from protocol.exact.embedding_rows import Rows
@@ -61,7 +61,7 @@ class CoupledStep:
 
     def __init__(
         self,
-        program: ComputesCoupledLoss,
+        program: CoupledLossProgram,
         step_id: StepId,
         rows: Rows,
         sizes: Sequence[int],

@@ -19,10 +19,10 @@ from backends.base.interface import (
     Backend,
     Batch,
     BlockGradient,
-    ComputesCoupledLoss,
-    ComputesInPlace,
     CounterMismatch,
+    CoupledLossProgram,
     GradientStream,
+    InPlaceProgram,
     Leaf,
     Loss,
     Program,
@@ -176,8 +176,8 @@ def _check_manifest(spec: RunSpec, manifest: Manifest) -> None:
         )
 
 
-def _coupled_program(job: _Job) -> ComputesCoupledLoss:
-    assert isinstance(job.program, ComputesCoupledLoss), "the build refuses other programs"
+def _coupled_program(job: _Job) -> CoupledLossProgram:
+    assert isinstance(job.program, CoupledLossProgram), "the build refuses other programs"
     return job.program
 
 
@@ -541,7 +541,7 @@ class Engine:
         # The device needs a separate copy of the parameters if evaluation loads averages, an inner
         # phase changes them, or a group's replica changes while the device computes.
         needs_copy = self._in_group or replica.has_averaged_weights or spec.replicas
-        if isinstance(program, ComputesInPlace) and not needs_copy:
+        if isinstance(program, InPlaceProgram) and not needs_copy:
             program.share(replica.parameters)
         initial_digest = replica.initial_digest()
         self._job = _Job(
@@ -571,7 +571,7 @@ class Engine:
             program = backend.compile(trainable, example, other_examples, evaluations)
         except SamestepError as error:
             raise _DeviceRefusal(error) from error
-        if task.manifest.embeddings is not None and not isinstance(program, ComputesCoupledLoss):
+        if task.manifest.embeddings is not None and not isinstance(program, CoupledLossProgram):
             program.close()
             raise _DeviceRefusal(
                 DeviceError(

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from numpy.typing import NDArray
 
-from backends.base.interface import BlockGradient, ComputesCoupledLoss, Loss, Program
+from backends.base.interface import BlockGradient, CoupledLossProgram, Loss, Program
 from protocol.base.errors import DataError, RunFailed, describe_error
 from protocol.exact.reduction.tree import Subtree
 from protocol.spec.run_spec import RunSpec, restore_run_spec
@@ -116,9 +116,9 @@ class Follower:
         with suppress(DataError):  # rank 0 raises the same error
             self._coupled_program().step_loss(arrays["rows"], order["seed"])
 
-    def _coupled_program(self) -> ComputesCoupledLoss:
+    def _coupled_program(self) -> CoupledLossProgram:
         program = self._compiled_program()
-        assert isinstance(program, ComputesCoupledLoss), "torch programs compute coupled losses"
+        assert isinstance(program, CoupledLossProgram), "torch programs compute coupled losses"
         return program
 
     def _compute_subtree(
@@ -132,7 +132,7 @@ class Follower:
             elif isinstance(item, Loss):
                 answer = {"loss": item.loss_sum, "weight": item.weight}
         program = self._compiled_program()
-        if isinstance(program, ComputesCoupledLoss):
+        if isinstance(program, CoupledLossProgram):
             for rows in program.take_embeddings():
                 sums[EMBEDDINGS] = rows
         return answer, sums

@@ -15,7 +15,7 @@ from backends.base.interface import (
     BlockAdded,
     BlockGradient,
     CaptureResult,
-    ComputesCoupledLoss,
+    CoupledLossProgram,
     DeviceInfo,
     GradientItem,
     Leaf,
@@ -266,12 +266,12 @@ class GroupProgram:
             return self._coupled_program().step_loss(rows, seed)
 
     def take_embeddings(self) -> list[Rows]:
-        """See `backends.base.interface.ComputesCoupledLoss`."""
+        """See `backends.base.interface.CoupledLossProgram`."""
         return [] if self._gradients is None else self._gradients.take_embeddings()
 
-    def _coupled_program(self) -> ComputesCoupledLoss:
+    def _coupled_program(self) -> CoupledLossProgram:
         program = self._own_program
-        assert isinstance(program, ComputesCoupledLoss), "torch programs compute coupled losses"
+        assert isinstance(program, CoupledLossProgram), "torch programs compute coupled losses"
         return program
 
     def evaluate(self, batch: Batch) -> Sums:
@@ -364,7 +364,7 @@ class GroupGradients:
                 yield BlockAdded(item.block)
             elif isinstance(item, Loss) and share.is_counted:
                 self._add_loss(share.subtree, item)
-        if isinstance(self._own_program, ComputesCoupledLoss):
+        if isinstance(self._own_program, CoupledLossProgram):
             for rows in self._own_program.take_embeddings():
                 self._embeddings.setdefault(share.subtree.lo, rows)
 

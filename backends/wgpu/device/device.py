@@ -34,9 +34,10 @@ from protocol.base.errors import DeviceError, DeviceOutOfMemory, SamestepError
 BUFFER_ALIGNMENT_BYTES: Final = 16
 """Buffer sizes are multiples of this, so that every buffer can be read as vec4."""
 
-_CALLBACK_S: Final = 20.0
+_CALLBACK_TIMEOUT_S: Final = 20.0
 """Timeout for a callback that runs in another thread."""
 _STAGING_PART_BYTES: Final = 64 * 2**20
+"""Sizes of staging buffers are multiples of this, or smaller powers of two."""
 _UPLOAD_PART_BYTES: Final = 64 * 2**20
 """Limit on the memory in which wgpu buffers uploads until the next submission."""
 
@@ -237,7 +238,7 @@ class Device:
             return []
         # Another thread's poll may run this mapping's callback.
         native.libf.wgpuDevicePoll(self._device._internal, True, ffi.NULL)  # noqa: SLF001
-        if not mapping.done.wait(_CALLBACK_S):
+        if not mapping.done.wait(_CALLBACK_TIMEOUT_S):
             raise DeviceError(self.adapter.name, "a submission finished without a result")
         if mapping.errors:
             raise DeviceError(self.adapter.name, mapping.errors[0])

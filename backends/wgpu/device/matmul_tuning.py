@@ -34,13 +34,16 @@ from protocol.base.errors import DeviceError, StorageFailed
 from protocol.machine.cache_directory import cache_directory
 
 _MOST_CANDIDATES: Final = 4
+"""Limit on the kernels that are timed for a product."""
 _MIN_MULTIPLICATIONS: Final = 2**26
 """Products with fewer multiplications take less time than the measurement noise."""
 
 _MOST_BYTES: Final = 2**30
 """Limit on the memory of a measurement."""
 _DISPATCHES: Final = 8
+"""Dispatches of one timed submission."""
 _REPEATS: Final = 3
+"""Timed submissions per kernel; the shortest time counts."""
 
 
 class MatmulTuner:
@@ -65,17 +68,17 @@ class MatmulTuner:
         self.measurement_count = 0
         self._path: Path | None = None
         if self._should_measure:
-            self._path = _path(device, directory)
-            self._choices = _load(self._path)
+            self._path = _cache_path(device, directory)
+            self._choices = _load_choices(self._path)
 
     def shader(self, problem: MatmulProblem) -> tuple[Shader, tuple[int, int, int]]:
         """Return the chosen kernel and its grid; see `matmul_shader`."""
-        choice = self.choice(problem)
+        choice = self.choose_kernel(problem)
         if problem.finish is not None and isinstance(choice, Lanes):
             choice = candidates(problem, self.traits)[0]
         return matmul_shader(problem, choice)
 
-    def choice(self, problem: MatmulProblem) -> Choice:
+    def choose_kernel(self, problem: MatmulProblem) -> Choice:
         """Return the chosen kernel; measure large products on first use."""
         key = repr(problem.tuning_key)
         if key not in self._choices:
@@ -114,7 +117,7 @@ class MatmulTuner:
         return choices[seconds.index(min(seconds))]
 
     def _save(self) -> None:
-        """Write the cache file; a failure costs only time."""
+        """Write the cache file. If that fails, a later process measures again."""
         if self._path is None:
             return
         document = {
@@ -131,7 +134,7 @@ class MatmulTuner:
             self._path = None
 
 
-def _path(device: Device, directory: Path | None) -> Path | None:
+def _cache_path(device: Device, directory: Path | None) -> Path | None:
     try:
         folder = directory or cache_directory(os.environ) / "vulkan"
     except StorageFailed:
@@ -140,7 +143,7 @@ def _path(device: Device, directory: Path | None) -> Path | None:
     return folder / f"matmul-{blake3(traits.encode()).hexdigest()[:16]}.json"
 
 
-def _load(path: Path | None) -> dict[str, Choice]:
+def _load_choices(path: Path | None) -> dict[str, Choice]:
     """Load a cache file; empty if it is missing or malformed."""
     kinds: dict[str, type[Choice]] = {"Tiles": Tiles, "Lanes": Lanes}
     if path is None:

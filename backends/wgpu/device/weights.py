@@ -10,7 +10,7 @@ import torch
 from backends.base.interface import Array, Trainable
 from backends.base.subtree_gradients import check_sizes
 from backends.quantization.frozen_base import convert_to_float32
-from backends.quantization.quantize import Quantized, dequantize
+from backends.quantization.quantize import QuantizedMatrix, dequantize
 from backends.wgpu.capture.substitution import named_tensors
 from backends.wgpu.device.packing import tensor_words
 from backends.wgpu.device.target import Buffer, CommandList, ComputeTarget, Copy
@@ -83,7 +83,7 @@ class Weights:
         frozen weights, which the host releases, back from the device. Tied tensors stay shared.
         """
         tensors = {name: self._tensors[name] for name in names}
-        stored: dict[int, list[Quantized]] = {}
+        stored: dict[int, list[QuantizedMatrix]] = {}
         for name, tensor in tensors.items():
             if id(tensor) not in stored:
                 parts = (self.base.quantize(part) for part in self._names_on_device(name))

@@ -1,7 +1,7 @@
 """Read quantized weights in shaders.
 
-A buffer has the layout of `Quantized.pack`: words, then scales. Element i of an int8, int4 or nf4
-buffer is its number times the scale of group `i / group`, one float32 product; bf16 and f16 are
+A buffer has the layout of `QuantizedMatrix.pack`: words, then scales. Element i of an int8, int4 or
+nf4 buffer is its number times the scale of group `i / group`, one float32 product; bf16 and f16 are
 converted to float32. The bits equal those of `backends.quantization.quantize.dequantize`.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from backends.quantization.quantize import BITS, NF4, Quantized, Storage, group_size
+from backends.quantization.quantize import BITS, NF4, QuantizedMatrix, Storage, group_size
 from protocol.base.errors import SamestepError
 
 _META = "quantized_layout"
@@ -32,7 +32,7 @@ class QuantizedLayout:
     scales: int = 0
 
     @staticmethod
-    def of(stored: Quantized) -> QuantizedLayout:
+    def of(stored: QuantizedMatrix) -> QuantizedLayout:
         """Return the layout of a quantized matrix."""
         return QuantizedLayout(stored.storage, stored.group, len(stored.words))
 

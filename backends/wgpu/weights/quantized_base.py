@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from backends.quantization.frozen_base import frozen_base
 from backends.quantization.mapped_weights import quantize_tensor
-from backends.quantization.quantize import STORAGE, Quantized, stored_bytes
+from backends.quantization.quantize import STORAGE, QuantizedMatrix, stored_bytes
 from backends.wgpu.capture.capture import Capture, Kind
 from backends.wgpu.graph.opaque import LAYER_FORWARD
 from backends.wgpu.graph.table_parts import Tables
@@ -89,7 +89,7 @@ class QuantizedBase(BaseLayout):
             table = self._sources.pop(name)
             self._sources |= {str(part): table[part.first : part.end] for part in tables[name]}
 
-    def quantize(self, name: str) -> Quantized | None:
+    def quantize(self, name: str) -> QuantizedMatrix | None:
         """Return a quantized weight before its upload; None if it stays float32 or has been
         uploaded."""
         source = self._sources.get(name)

@@ -18,7 +18,7 @@ from backends.base.interface import (
     Array,
     Batch,
     BlockGradient,
-    ComputesInPlace,
+    InPlaceProgram,
     Loss,
     LossFailed,
     Program,
@@ -135,7 +135,7 @@ def test_module_computes_with_shared_arrays_and_unchanged_bits(net):
         for tensor, elements in block.slices():
             values[elements] = names[tensor.name].detach().numpy().reshape(-1)
     program = compile_program(trainable)
-    assert isinstance(program, ComputesInPlace)
+    assert isinstance(program, InPlaceProgram)
     before = block_gradients(program, batch())
     program.share(parameters)
     after = block_gradients(program, batch())
@@ -167,7 +167,7 @@ def test_next_microbatch_uses_changed_shared_arrays(precision):
     )
     shared = [aligned_zeros(block.elements) for block in trainable.blocks]
     sharing, copying = compile_program(trainable), compile_program(other_trainable)
-    assert isinstance(sharing, ComputesInPlace)
+    assert isinstance(sharing, InPlaceProgram)
     sharing.load(shared)
     sharing.share(shared)
     rng = np.random.default_rng(1)

@@ -49,7 +49,7 @@ from tests.backends.wgpu.products import (
 def test_products_are_within_1e_4_of_float64(device, shape, a_is_transposed, b_is_transposed):
     case = random_product(*shape, a_is_transposed=a_is_transposed, b_is_transposed=b_is_transposed)
     tuner = MatmulTuner(device)
-    assert case.relative_error(case.run_on(device, tuner.choice(case.problem))) < 1e-4
+    assert case.relative_error(case.run_on(device, tuner.choose_kernel(case.problem))) < 1e-4
 
 
 def test_kernels_give_the_same_bits(device):
@@ -101,7 +101,7 @@ def test_sums_may_exceed_the_iterations_of_a_lavapipe_loop(device, shape, is_tra
     case = random_product(*shape, b_is_transposed=is_transposed)
     tiled, tuned = (
         case.run_on(device, kernel)
-        for kernel in (SMALL_TILES, MatmulTuner(device).choice(case.problem))
+        for kernel in (SMALL_TILES, MatmulTuner(device).choose_kernel(case.problem))
     )
     assert case.relative_error(tiled) < 1e-5
     assert have_same_bits(tiled, tuned)
@@ -149,7 +149,10 @@ def test_a_stride_of_zero_repeats_an_operand(device):
     a = case.bindings[0].reshape(3, 8, 12).astype(np.float64)
     case.expected = a @ case.bindings[1].reshape(3, 12, 8)[0]
     assert case.relative_error(case.run_on(device, SMALL_TILES)) < 1e-5
-    assert case.relative_error(case.run_on(device, MatmulTuner(device).choice(case.problem))) < 1e-5
+    assert (
+        case.relative_error(case.run_on(device, MatmulTuner(device).choose_kernel(case.problem)))
+        < 1e-5
+    )
 
 
 @pytest.mark.parametrize("storage", ["bf16", "f16", "int8", "int4", "nf4", "q4_0"])
@@ -157,7 +160,7 @@ def test_a_stride_of_zero_repeats_an_operand(device):
 @pytest.mark.parametrize("shape", [pytest.param((20, 64, 24), marks=pytest.mark.slow), (7, 192, 9)])
 def test_quantized_weight_has_the_bits_of_its_float32_values(device, storage, backward, shape):
     quantized, float32 = quantized_products(storage, *shape, backward=backward)
-    values = quantized.run_on(device, MatmulTuner(device).choice(quantized.problem))
+    values = quantized.run_on(device, MatmulTuner(device).choose_kernel(quantized.problem))
     assert quantized.relative_error(values) < 1e-5
     assert have_same_bits(values, float32.run_on(device, SMALL_TILES))
 
@@ -171,15 +174,15 @@ def test_the_tuner_measures_once_per_adapter_and_shape(device, tmp_path, monkeyp
     monkeypatch.setattr("backends.wgpu.device.matmul_tuning._MIN_MULTIPLICATIONS", 1)
     monkeypatch.setattr(type(device.adapter), "software", property(lambda _: False))
     first = MatmulTuner(device, tmp_path)
-    choice = first.choice(problem)
+    choice = first.choose_kernel(problem)
     assert choice in candidates(problem, first.traits)
-    assert first.choice(problem) == choice
+    assert first.choose_kernel(problem) == choice
     second = MatmulTuner(device, tmp_path)
-    assert second.choice(problem) == choice
+    assert second.choose_kernel(problem) == choice
     assert (first.measurement_count, second.measurement_count) == (1, 0)
     (path,) = tmp_path.iterdir()
     path.write_text("not JSON")
-    assert MatmulTuner(device, tmp_path).choice(problem) in candidates(problem, first.traits)
+    assert MatmulTuner(device, tmp_path).choose_kernel(problem) in candidates(problem, first.traits)
 
 
 def test_tiles_that_exceed_workgroup_memory_are_not_candidates():

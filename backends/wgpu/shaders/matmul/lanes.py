@@ -43,7 +43,12 @@ def lanes_shader(problem: MatmulProblem, lanes: Lanes) -> tuple[Shader, tuple[in
 
 
 class _Kernel:
-    """Generates the shader of one product."""
+    """Generates the shader of one product.
+
+    Names in the shader: `x` and `z` are elements of rows that a lane has loaded (`z` the second of
+    two rows), `y` elements of its columns, `q` and `p` the pairs or fours that it loaded, `s` an
+    element of a row after the broadcast, and `c` the sums.
+    """
 
     def __init__(self, problem: MatmulProblem, lanes: Lanes) -> None:
         left, right = sides(problem)
@@ -263,9 +268,9 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_id) id: v
     def _list_outputs(self) -> Iterator[tuple[tuple[str, ...], str, str, str]]:
         """Yield the sums of each output (or pair), its index, its row and its column."""
         paired = self._paired_dimension()
-        di, dc = (2 if paired == "rows" else 1), (2 if paired == "columns" else 1)
-        for i in range(0, self.lanes.rows, di):
-            for c in range(0, self.lanes.columns, dc):
+        row_step, column_step = (2 if paired == "rows" else 1), (2 if paired == "columns" else 1)
+        for i in range(0, self.lanes.rows, row_step):
+            for c in range(0, self.lanes.columns, column_step):
                 row, column = f"first_row + {i}u", f"column{c}"
                 at = f"out_base + ({row}) * {self.steps[0]}u + {column} * {self.steps[1]}u"
                 sums: tuple[str, ...] = (f"c{i}_{c}",)
