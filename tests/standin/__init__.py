@@ -2,9 +2,9 @@
 
 `register()` builds device.cpp with the system's C++ compiler the first time (about 20 s), and
 registers the two devices in torch. They use the CPU's kernels; copies, streams, memory and errors
-behave like a card's, as the head of device.cpp describes. A process with the variables of
-`environment()` gets the device from torch itself: torch loads the backends that installed packages
-name.
+behave like those of a card, see the first comment of device.cpp. A process with the variables of
+`environment()` gets the device when it imports torch, which loads the backends that installed
+packages declare.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ _ENTRY_POINTS: Final = "[torch.backends]\nstandin = tests.standin:register\n"
 
 def why_missing() -> str:
     """Return why the device is unavailable here; empty if it is available."""
-    if shutil.which("g++") is None and not _library().exists():
+    if shutil.which("g++") is None and not _library_path().exists():
         return "the stand-in accelerator needs g++ (Debian: apt install g++)"
     return ""
 
 
-def _library() -> Path:
+def _library_path() -> Path:
     key = json.dumps([torch.__version__, _FLAGS, sysconfig.get_platform()]).encode()
     digest = hashlib.sha256(key + _SOURCE.read_bytes()).hexdigest()
     return _BUILD / f"device-{digest[:16]}.so"
@@ -66,7 +66,7 @@ def _library() -> Path:
 
 def _build() -> Path:
     """Compile the device library unless it exists. Processes may do so concurrently."""
-    library = _library()
+    library = _library_path()
     if library.exists():
         return library
     torch_folder = Path(torch.__file__).parent
@@ -106,8 +106,8 @@ def register() -> None:
     torch.ops.load_library(library)
     torch._register_device_module(NAME, _device_module())
     backend_registration.generate_methods_for_privateuse1_backend()
-    # On a card torch moves a parameter's data in place; for this kind of device it would make new
-    # parameters, and untie tied ones.
+    # On a card torch moves a parameter's data in place. For a PrivateUse1 device it otherwise makes
+    # new parameters, and unties tied ones.
     torch.__future__.set_swap_module_params_on_conversion(True)
     if limit := os.environ.get(MEMORY_LIMIT):
         set_memory_limit(int(limit))
@@ -120,7 +120,7 @@ def register() -> None:
         torch.ops.standin.set_fault_after(int(kernels), "")
     if folder := os.environ.get(TOUCHED):
         atexit.register(_write_touched, Path(folder))
-    torch.distributed.Backend.register_backend(NAME, _collectives, devices=[NAME])
+    torch.distributed.Backend.register_backend(NAME, _make_collectives, devices=[NAME])
 
 
 def _write_touched(folder: Path) -> None:
@@ -128,7 +128,7 @@ def _write_touched(folder: Path) -> None:
     (folder / f"rank-{os.environ.get('RANK', '')}-{os.getpid()}").write_text("\n".join(lines))
 
 
-def _collectives(store: Any, rank: int, size: int, timeout: Any) -> Any:
+def _make_collectives(store: Any, rank: int, size: int, timeout: Any) -> Any:
     from tests.standin.collectives import HostCollectives
 
     return HostCollectives(store, rank, size, timeout)
@@ -214,7 +214,7 @@ def set_fault(text: str = "") -> None:
 
 
 def set_float64(*, has_float64: bool) -> None:
-    """Set whether the devices have float64: Intel's Arc cards and Apple's do not."""
+    """Set whether the devices have float64, which Intel's Arc cards and Apple's do not have."""
     torch.ops.standin.set_float64(has_float64)
 
 

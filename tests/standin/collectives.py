@@ -1,6 +1,6 @@
-"""Collectives of the stand-in accelerator: those of gloo, through copies on the host.
+"""Collectives of the stand-in accelerator: gloo computes them on copies on the host.
 
-Like NCCL's, they run on a separate stream, and an access that does not wait for them is reported.
+Like those of NCCL, they run on a separate stream. An access that does not wait is reported.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from torch.distributed.fsdp._fully_shard import _fsdp_init
 def _move_states(
     parameters: Iterable[nn.Parameter], buffers: Iterable[torch.Tensor], device: torch.device
 ) -> None:
-    """Move parameters and buffers; replaces torch's function, which sets `Tensor.data`, as torch
-    forbids between the CPU and such a device."""
+    """Move parameters and buffers to a device.
+
+    This replaces a function of torch that sets `Tensor.data`, which torch forbids between the CPU
+    and the stand-in.
+    """
     for parameter in parameters:
         moved_parameter = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
         torch.utils.swap_tensors(parameter, moved_parameter)
@@ -50,7 +53,7 @@ class StreamWork(dist.Work):
 
 
 class HostCollectives(dist.ProcessGroup):
-    """The collectives that a frozen base needs to be sharded over ranks: gathering of layers.
+    """The collective that a frozen base sharded over ranks needs: gathering the shards of a layer.
 
     Args:
         store: The store where the ranks meet.
@@ -82,9 +85,9 @@ class HostCollectives(dist.ProcessGroup):
         stream = self._stream(device)
         stream.wait_stream(torch.accelerator.current_stream(device))
         with stream:
-            gathered = torch.empty_like(output, device="cpu")
-            self._gloo._allgather_base(gathered, shard.cpu()).wait()
-            output.copy_(gathered)
+            host_output = torch.empty_like(output, device="cpu")
+            self._gloo._allgather_base(host_output, shard.cpu()).wait()
+            output.copy_(host_output)
             for tensor in (shard, output):
                 tensor.record_stream(stream)
             copy_event = torch.Event(device)

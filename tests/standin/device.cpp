@@ -1,7 +1,7 @@
-// A stand-in accelerator: torch's PrivateUse1 device, computed by the CPU, that behaves as a card
-// does at its worst. Two devices, 16 streams each.
+// A stand-in accelerator: torch's PrivateUse1 device, computed by the CPU, that behaves like a card
+// in the worst case. Two devices, 16 streams each.
 //
-// Kernels are the CPU's and run at once. What differs from a CPU, and what each difference shows:
+// Kernels are the CPU's and run at once. These differences from a CPU make mistakes visible:
 //   device -> pinned host, non_blocking   the host sees NaN until it waits for stream or event
 //   pinned host -> device, non_blocking   host memory is read as late as possible
 //   freed device memory                   is NaN, and reused at once, unless record_stream was called
@@ -11,9 +11,9 @@
 //   deterministic mode                    raises for operators without a deterministic CUDA kernel
 //   an index out of range                 breaks the device: every later call raises
 //   memory                                has a limit, with torch's OutOfMemoryError beyond it
-//   random draws                          come from the device's own generator
+//   random draws                          come from a generator of the device
 //   float64                               raises if asked to, as on cards that have none
-//   threads                               are listed by the devices that they touched
+//   threads                               are listed with the devices that they use
 //
 // Order between streams is checked by vector clocks: each stream counts its operations, and knows
 // up to which operation of every other stream it has waited. It cannot show the bits of real
@@ -58,20 +58,20 @@ constexpr size_t kAllocationBytes = 512, kMostReports = 200;
 constexpr uint8_t kPoisonByte = 0xFF;  // NaN in every float format, -1 in every integer
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 
-using Time = uint64_t;  // of one stream: how many operations it has been given
+using Time = uint64_t;  // of a stream: the number of operations submitted to it
 using Times = std::array<Time, kStreams>;
 
-// One piece of device memory. Freed pieces stay, for the next allocation of their size and stream.
+// A range of device memory. A freed range is reused by the next allocation of its size and stream.
 struct Allocation {
   void* data = nullptr;
   size_t bytes = 0;
   int device = 0;
-  int stream = 0;  // it was allocated on
+  int stream = 0;  // of the allocation
   int write_stream = -1;
   Time write_time = 0;
   std::string writer;
-  std::map<int, Time> reads;     // last one by stream
-  std::map<int, Time> recorded;  // by record_stream
+  std::map<int, Time> reads;     // the time of the last read, by stream
+  std::map<int, Time> recorded;  // the time of record_stream, by stream
 };
 
 struct DeferredCopy {
@@ -90,8 +90,8 @@ struct State {
   Times time{}, done{}, host_waited{};
   std::array<Times, kStreams> waited{};
   std::array<std::deque<DeferredCopy>, kStreams> deferred;
-  int locks = 0;                       // of the thread that holds the mutex
-  std::vector<DeferredCopy> finished;  // let go of when it no longer does
+  int locks = 0;                       // nested locks of the thread that holds the mutex
+  std::vector<DeferredCopy> finished;  // to be destroyed after the mutex is unlocked
   std::map<uintptr_t, Allocation*> allocations;  // by address
   std::map<std::tuple<int, int, size_t>, std::vector<Allocation*>> unused;
   std::vector<Allocation*> freed_in_use;  // until the recorded streams are done
@@ -103,8 +103,8 @@ struct State {
   std::array<size_t, kDevices> used_bytes{}, peak_bytes{};
   size_t limit_bytes = SIZE_MAX;
   std::atomic<bool> is_hanging = false, has_float64 = true;
-  std::string fault;  // what every call raises once the device is broken
-  std::string coming_fault;
+  std::string fault;  // the error that every call raises once the device is broken
+  std::string next_fault;
   int64_t kernels_to_fault = -1;
   std::array<int, kDevices> next_stream{1, 1};
   std::array<at::Generator, kDevices> generators;
@@ -118,7 +118,8 @@ State& state() {
   return *instance;
 }
 
-// Letting go of a tensor may wait for Python's lock, whose holder may be waiting for this one.
+// Finished copies are destroyed after unlocking: destroying a tensor may wait for Python's lock,
+// whose holder may wait for this mutex.
 class Lock {
  public:
   explicit Lock(std::recursive_mutex& mutex) : mutex_(mutex) {
@@ -141,9 +142,9 @@ thread_local int current_device = 0;
 thread_local std::array<int, kDevices> current_streams{};
 thread_local int kernel_depth = 0;
 
-struct InKernel {
-  InKernel() { ++kernel_depth; }
-  ~InKernel() { --kernel_depth; }
+struct KernelScope {
+  KernelScope() { ++kernel_depth; }
+  ~KernelScope() { --kernel_depth; }
 };
 
 int stream_key(int device, int stream) { return device * kStreamsPerDevice + stream; }
@@ -157,7 +158,8 @@ void raise_if_broken() {
               "\nCUDA kernel errors might be asynchronously reported at some other API call");
 }
 
-// The calling thread uses a device: on a card that makes a context there, which takes memory.
+// Record that the calling thread uses a device. On a card this creates a context, which takes
+// memory.
 void touch(int device) { state().touched.emplace(device, static_cast<int>(gettid())); }
 
 // Streams and vector clocks.
@@ -179,7 +181,7 @@ void merge(Times& into, const Times& other) {
     into[stream] = std::max(into[stream], other[stream]);
 }
 
-// Give a stream one more operation: what the host has waited for comes before it.
+// Submit an operation to a stream; it comes after all operations that the host has waited for.
 Time advance(int stream) {
   auto& s = state();
   touch(stream / kStreamsPerDevice);
@@ -188,7 +190,7 @@ Time advance(int stream) {
   return s.time[stream];
 }
 
-void host_wait(int stream) {
+void wait_on_host(int stream) {
   auto& s = state();
   raise_if_broken();
   while (s.is_hanging) std::this_thread::sleep_for(std::chrono::milliseconds(10));
@@ -216,14 +218,15 @@ void report(const std::string& text) {
   if (state().reports.size() < kMostReports) state().reports.push_back(text);
 }
 
-void note_access(const void* pointer, int stream, Time time, bool writes, const std::string& who) {
+void note_access(const void* pointer, int stream, Time time, bool writes,
+                 const std::string& operation) {
   auto* memory = find_allocation(pointer);
   if (!memory) return;
   const auto& waited = state().waited[stream];
   if (memory->write_stream >= 0 && memory->write_stream != stream &&
       waited[memory->write_stream] < memory->write_time)
-    report(who + " on " + stream_name(stream) + (writes ? " overwrites" : " reads") + " what " +
-           memory->writer + " writes on " + stream_name(memory->write_stream) +
+    report(operation + " on " + stream_name(stream) + (writes ? " overwrites" : " reads") +
+           " memory that " + memory->writer + " writes on " + stream_name(memory->write_stream) +
            ", without waiting for it");
   if (!writes) {
     memory->reads[stream] = time;
@@ -231,12 +234,12 @@ void note_access(const void* pointer, int stream, Time time, bool writes, const 
   }
   for (const auto& [reader, read_time] : memory->reads)
     if (reader != stream && waited[reader] < read_time)
-      report(who + " on " + stream_name(stream) + " overwrites what " + stream_name(reader) +
-             " reads, without waiting for it");
+      report(operation + " on " + stream_name(stream) + " overwrites memory that " +
+             stream_name(reader) + " reads, without waiting for it");
   memory->reads.clear();
   memory->write_stream = stream;
   memory->write_time = time;
-  memory->writer = who;
+  memory->writer = operation;
 }
 
 // Memory.
@@ -250,12 +253,12 @@ void release_finished() {
   auto& s = state();
   std::vector<Allocation*> still_used;
   for (auto* memory : s.freed_in_use) {
-    bool is_over = true;
+    bool is_done = true;
     for (const auto& [stream, time] : memory->recorded) {
       const auto& queue = s.deferred[stream];
-      is_over &= s.done[stream] >= time && (queue.empty() || queue.front().time > time);
+      is_done &= s.done[stream] >= time && (queue.empty() || queue.front().time > time);
     }
-    if (!is_over) {
+    if (!is_done) {
       still_used.push_back(memory);
       continue;
     }
@@ -281,13 +284,14 @@ void free_device_memory(void* context) {
 }
 
 struct DeviceMemory final : c10::DeviceAllocator {
-  c10::DataPtr allocate(size_t wanted_bytes) override {
+  c10::DataPtr allocate(size_t requested_bytes) override {
     Lock lock(state().mutex);
     auto& s = state();
     const int device = current_device;
     const c10::Device on(kType, static_cast<c10::DeviceIndex>(device));
-    if (wanted_bytes == 0) return {nullptr, nullptr, &free_nothing, on};
-    const size_t bytes = (wanted_bytes + kAllocationBytes - 1) / kAllocationBytes * kAllocationBytes;
+    if (requested_bytes == 0) return {nullptr, nullptr, &free_nothing, on};
+    const size_t bytes =
+        (requested_bytes + kAllocationBytes - 1) / kAllocationBytes * kAllocationBytes;
     touch(device);
     release_finished();
     TORCH_CHECK_WITH(OutOfMemoryError, s.used_bytes[device] + bytes <= s.limit_bytes,
@@ -376,7 +380,7 @@ bool is_pinned(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) < start + std::max<size_t>(bytes, 1);
 }
 
-// What torch asks of a device type.
+// The interfaces that torch requires of a device type.
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   static constexpr c10::DeviceType static_type = kType;
@@ -435,14 +439,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeStream(const c10::Stream& stream) const override {
     Lock lock(state().mutex);
     state().counts["waits for a stream"]++;
-    host_wait(stream_key(stream));
+    wait_on_host(stream_key(stream));
   }
   void synchronizeDevice(c10::DeviceIndex device) const override {
     Lock lock(state().mutex);
     touch(device);
     state().counts["waits for a device"]++;
     for (int stream = 0; stream < kStreamsPerDevice; ++stream)
-      host_wait(stream_key(device, stream));
+      wait_on_host(stream_key(device, stream));
   }
 
   void record(void** slot, const c10::Stream& stream, c10::DeviceIndex,
@@ -528,10 +532,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     const c10::DeviceGuard guard(storage.device());
-    auto fresh = device_memory.allocate(bytes);
-    std::memcpy(fresh.get(), storage.data(), std::min(bytes, storage.nbytes()));
+    auto new_memory = device_memory.allocate(bytes);
+    std::memcpy(new_memory.get(), storage.data(), std::min(bytes, storage.nbytes()));
     auto& resized = const_cast<c10::Storage&>(storage);
-    resized.set_data_ptr(std::move(fresh));
+    resized.set_data_ptr(std::move(new_memory));
     resized.set_nbytes(bytes);
   }
 };
@@ -546,7 +550,7 @@ at::Tensor on_host(const at::Tensor& tensor) {
       tensor.options().device(at::kCPU));
 }
 
-void raise_if_lacking(std::optional<c10::ScalarType> dtype) {
+void raise_if_unsupported(std::optional<c10::ScalarType> dtype) {
   TORCH_CHECK(state().has_float64 || dtype != c10::ScalarType::Double || kernel_depth,
               "Required aspect fp64 is not supported on the device");
 }
@@ -554,7 +558,7 @@ void raise_if_lacking(std::optional<c10::ScalarType> dtype) {
 at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype,
                  std::optional<c10::Layout>, std::optional<c10::Device> device, std::optional<bool>,
                  std::optional<c10::MemoryFormat> format) {
-  raise_if_lacking(dtype);
+  raise_if_unsupported(dtype);
   const c10::DeviceGuard guard(c10::device_or_default(device));
   return at::detail::empty_generic(size, &device_memory,
                                    c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
@@ -564,7 +568,7 @@ at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype,
 at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
                          std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
                          std::optional<c10::Device> device, std::optional<bool>) {
-  raise_if_lacking(dtype);
+  raise_if_unsupported(dtype);
   const c10::DeviceGuard guard(c10::device_or_default(device));
   return at::detail::empty_strided_generic(size, stride, &device_memory,
                                            c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
@@ -582,13 +586,13 @@ at::Tensor copy_on_device(const at::Tensor& from, const at::Tensor& to) {
     note_access(to.data_ptr(), other, advance(other), true, "copy");
     state().counts["copies between devices"]++;
   }
-  InKernel kernel;
+  KernelScope kernel;
   on_host(to).copy_(on_host(from));
   return to;
 }
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
-  if (kernel_depth) {  // the CPU fallback's own copy, not the program's
+  if (kernel_depth) {  // a copy within the CPU fallback, not one of the program
     auto target = is_ours(to) ? on_host(to) : to;
     target.copy_(is_ours(from) ? on_host(from) : from);
     return to;
@@ -603,7 +607,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   const bool to_host = is_ours(from);
   const auto& host = to_host ? to : from;
   const auto& device_tensor = to_host ? from : to;
-  const char* who = to_host ? "copy to host" : "copy to device";
+  const char* operation = to_host ? "copy to host" : "copy to device";
   const int stream = current_stream(device_tensor.device().index());
   const bool is_plain = from.dtype() == to.dtype() && from.is_contiguous() && to.is_contiguous() &&
                         from.numel() == to.numel();
@@ -612,25 +616,25 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
            (is_deferred ? ", deferred" : "")]++;
   if (!is_deferred) {
     run_deferred(stream, s.time[stream]);
-    note_access(device_tensor.data_ptr(), stream, advance(stream), !to_host, who);
+    note_access(device_tensor.data_ptr(), stream, advance(stream), !to_host, operation);
     {
-      InKernel kernel;
+      KernelScope kernel;
       auto target = to_host ? to : on_host(to);
       target.copy_(to_host ? on_host(from) : from);
     }
-    host_wait(stream);
+    wait_on_host(stream);
     return to;
   }
   const Time time = advance(stream);
-  note_access(device_tensor.data_ptr(), stream, time, !to_host, who);
+  note_access(device_tensor.data_ptr(), stream, time, !to_host, operation);
   void* target = to.data_ptr();
   const void* source = from.data_ptr();
   const size_t bytes = from.nbytes();
   if (to_host) std::memset(target, kPoisonByte, bytes);
-  // Torch keeps pinned memory until the copy is over; device memory it does not.
-  const at::Tensor kept = host;
+  // Torch keeps pinned memory until the copy has run, but not device memory.
+  const at::Tensor host_tensor = host;
   s.deferred[stream].push_back(
-      {time, [target, source, bytes, kept] { std::memcpy(target, source, bytes); }});
+      {time, [target, source, bytes, host_tensor] { std::memcpy(target, source, bytes); }});
   return to;
 }
 
@@ -644,7 +648,7 @@ at::Scalar item(const at::Tensor& tensor) {
   Lock lock(state().mutex);
   const int stream = current_stream(tensor.device().index());
   note_access(tensor.data_ptr(), stream, advance(stream), false, "item");
-  host_wait(stream);
+  wait_on_host(stream);
   state().counts["items read"]++;
   return at::cpu::_local_scalar_dense(on_host(tensor));
 }
@@ -682,8 +686,8 @@ void record_stream(at::Tensor& tensor, at::Stream stream) {
   device_memory.recordStream(tensor.storage().data_ptr(), stream);
 }
 
-// CUDA's kernels for these depend on the order of atomic additions: torch's documentation of
-// use_deterministic_algorithms. cumsum only of floating point.
+// The results of CUDA's kernels for these depend on the order of atomic additions, says torch's
+// documentation of use_deterministic_algorithms. Integers in cumsum do not.
 const std::set<std::string>& nondeterministic_operators() {
   static const std::set<std::string> names{
       "aten::_adaptive_avg_pool2d_backward", "aten::_adaptive_avg_pool3d_backward",
@@ -705,36 +709,38 @@ struct Operand {
   bool is_written;
 };
 
-std::vector<Operand> operands(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
-  std::vector<Operand> found;
+std::vector<Operand> collect_operands(const c10::FunctionSchema& schema,
+                                      const torch::jit::Stack& stack) {
+  std::vector<Operand> result;
   const auto first = stack.size() - schema.arguments().size();
   for (size_t index = first; index < stack.size(); ++index) {
     const auto* alias = schema.arguments()[index - first].alias_info();
     const bool is_written = alias && alias->isWrite();
     const auto& value = stack[index];
     if (value.isTensor() && value.toTensor().defined()) {
-      found.push_back({value.toTensor(), is_written});
+      result.push_back({value.toTensor(), is_written});
     } else if (value.isTensorList()) {
-      for (const at::Tensor& tensor : value.toTensorVector()) found.push_back({tensor, is_written});
+      for (const at::Tensor& tensor : value.toTensorVector())
+        result.push_back({tensor, is_written});
     } else if (value.isOptionalTensorList()) {
       for (const auto& tensor : value.toOptionalTensorVector())
-        if (tensor && tensor->defined()) found.push_back({*tensor, false});
+        if (tensor && tensor->defined()) result.push_back({*tensor, false});
     }
   }
-  return found;
+  return result;
 }
 
-// The device of the operands; raises where they are on several.
-std::optional<c10::Device> common_device(const std::vector<Operand>& found,
+// Return the device of the operands; raise an error if they are on several devices.
+std::optional<c10::Device> common_device(const std::vector<Operand>& operands,
                                          const std::string& name) {
   std::optional<c10::Device> device;
-  for (const auto& operand : found)
+  for (const auto& operand : operands)
     if (is_ours(operand.tensor) && !device) device = operand.tensor.device();
   if (!device) return device;
   const bool is_indexing = name.rfind("aten::index.", 0) == 0 ||
                            name.rfind("aten::index_put", 0) == 0 ||
                            name.rfind("aten::_index_put", 0) == 0;
-  for (const auto& [tensor, is_written] : found) {
+  for (const auto& [tensor, is_written] : operands) {
     const bool is_host_scalar = tensor.dim() == 0 && tensor.is_cpu();
     const bool is_host_index = is_indexing && tensor.is_cpu() && !tensor.is_floating_point();
     TORCH_CHECK(tensor.device() == *device || is_host_scalar || is_host_index,
@@ -744,22 +750,22 @@ std::optional<c10::Device> common_device(const std::vector<Operand>& found,
   return device;
 }
 
-// Torch's draws come from one CPU generator: lend it the device's state while a kernel draws.
-struct DeviceDraws {
-  DeviceDraws(const c10::OperatorHandle& op, int device) : device(device) {
+// Kernels draw from torch's CPU generator, so it has the state of the device's while they run.
+struct DeviceGenerator {
+  DeviceGenerator(const c10::OperatorHandle& op, int device) : device(device) {
     const auto tags = op.getTags();
-    draws = std::find(tags.begin(), tags.end(), at::Tag::nondeterministic_seeded) != tags.end();
-    if (!draws) return;
+    is_random = std::find(tags.begin(), tags.end(), at::Tag::nondeterministic_seeded) != tags.end();
+    if (!is_random) return;
     host_state = host.get_state();
     host.set_state(state().generators[device].get_state());
   }
-  ~DeviceDraws() {
-    if (!draws) return;
+  ~DeviceGenerator() {
+    if (!is_random) return;
     state().generators[device].set_state(host.get_state());
     host.set_state(host_state);
   }
   int device;
-  bool draws;
+  bool is_random;
   at::Generator host = at::detail::getDefaultCPUGenerator();
   at::Tensor host_state;
 };
@@ -769,10 +775,10 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   raise_if_broken();
   const auto& schema = op.schema();
   const auto name = c10::toString(op.operator_name());
-  const auto found = operands(schema, *stack);
-  const auto device = common_device(found, name);
+  const auto operands = collect_operands(schema, *stack);
+  const auto device = common_device(operands, name);
   bool is_floating = false;
-  for (const auto& operand : found)
+  for (const auto& operand : operands)
     is_floating |= is_ours(operand.tensor) && operand.tensor.is_floating_point();
   if (at::globalContext().deterministicAlgorithms() && nondeterministic_operators().count(name) &&
       (is_floating || name.find("cumsum") == std::string::npos))
@@ -788,20 +794,20 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     time = advance(stream);
     s.counts["kernels"]++;
     if (s.kernels_to_fault >= 0 && s.kernels_to_fault-- == 0) {
-      s.fault = s.coming_fault;
-      s.is_hanging = s.coming_fault.empty();
+      s.fault = s.next_fault;
+      s.is_hanging = s.next_fault.empty();
     }
-    for (const auto& [tensor, is_written] : found)
+    for (const auto& [tensor, is_written] : operands)
       if (is_ours(tensor) && tensor.numel()) {
         note_access(tensor.data_ptr(), stream, time, is_written, name);
         s.kernel_bytes += static_cast<int64_t>(tensor.nbytes());
       }
   }
   try {
-    const DeviceDraws draws(op, index);
-    InKernel kernel;
+    const DeviceGenerator generator(op, index);
+    KernelScope kernel;
     at::native::cpu_fallback(op, stack);
-  } catch (const c10::IndexError&) {  // on a card: an assertion in a kernel, reported later
+  } catch (const c10::IndexError&) {  // on a card, an assertion in a kernel fails
     s.fault = "CUDA error: device-side assert triggered";
     raise_if_broken();
   }
@@ -817,22 +823,22 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
 }
 
-// Convolutions have no fallback: torch asks a device for its own.
+// Convolutions have no fallback: torch requires that a device implements them.
 
-void begin_kernel(std::initializer_list<at::Tensor> reads, const char* who) {
+void begin_kernel(std::initializer_list<at::Tensor> reads, const char* operation) {
   raise_if_broken();
   Lock lock(state().mutex);
   const int stream = current_stream(reads.begin()->device().index());
   run_deferred(stream, state().time[stream]);
   const Time time = advance(stream);
   for (const auto& tensor : reads)
-    if (tensor.defined()) note_access(tensor.data_ptr(), stream, time, false, who);
+    if (tensor.defined()) note_access(tensor.data_ptr(), stream, time, false, operation);
 }
 
 at::Tensor to_device(const at::Tensor& host, c10::Device device) {
   if (!host.defined()) return host;
   auto result = at::empty(host.sizes(), host.options().device(device));
-  InKernel kernel;
+  KernelScope kernel;
   on_host(result).copy_(host);
   return result;
 }
@@ -869,7 +875,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
           to_device(of_bias, input.device())};
 }
 
-// Cards count integers; the CPU has no kernel for that.
+// CUDA's histc accepts integers, the CPU's does not.
 at::Tensor histc(const at::Tensor& self, int64_t bins, const at::Scalar& min,
                  const at::Scalar& max) {
   const c10::DeviceGuard guard(self.device());
@@ -914,7 +920,7 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
   AT_FORALL_FP32(FULL_PRECISION)
 }
 
-// What tests ask of it: see __init__.py.
+// Functions for the tests; see __init__.py.
 
 std::vector<std::string> take_reports() {
   Lock lock(state().mutex);
@@ -937,10 +943,10 @@ TORCH_LIBRARY(standin, m) {
   });
   m.def("take_touched() -> str[]", []() {
     Lock lock(state().mutex);
-    std::vector<std::string> found;
+    std::vector<std::string> lines;
     for (const auto& [device, thread] : std::exchange(state().touched, {}))
-      found.push_back("standin:" + std::to_string(device) + " thread " + std::to_string(thread));
-    return found;
+      lines.push_back("standin:" + std::to_string(device) + " thread " + std::to_string(thread));
+    return lines;
   });
   m.def("used_bytes(int device) -> int", [](int64_t device) {
     Lock lock(state().mutex);
@@ -962,7 +968,7 @@ TORCH_LIBRARY(standin, m) {
   m.def("set_fault_after(int kernels, str text) -> ()", [](int64_t kernels, std::string text) {
     Lock lock(state().mutex);
     state().kernels_to_fault = kernels;
-    state().coming_fault = std::move(text);
+    state().next_fault = std::move(text);
   });
   m.def("set_hanging(bool on) -> ()", [](bool on) { state().is_hanging = on; });
   m.def("set_float64(bool on) -> ()", [](bool on) { state().has_float64 = on; });

@@ -1,4 +1,4 @@
-"""Tests of `fit` and of the trainers of `samestep.hf` on a machine with an accelerator.
+"""Tests of `fit` and `samestep.hf.Trainer` on a machine with an accelerator.
 
 test_standin.py runs them in a process whose torch has the stand-in device; benchmarks/cards.py runs
 them on a real card, without the tests that need the stand-in.
@@ -113,13 +113,13 @@ def test_unsupported_operation_names_the_card():
 
 
 @pytest.mark.skipif(not IS_STANDIN, reason="a real card's memory has no limit to set")
-def test_card_too_small_for_the_trial_is_named():
+def test_error_for_a_trial_without_enough_memory_names_the_card():
     standin.set_memory_limit(1024)
     with pytest.raises(DeviceError, match=r"accelerator 1.*out of memory"):
         fit_on(CARD)
 
 
-def trainer(directory: Path, **overrides: Any) -> Any:
+def make_trainer(directory: Path, **overrides: Any) -> Any:
     torch.manual_seed(0)
     settings: dict[str, Any] = {**SETTINGS, **overrides}
     config = transformers.LlamaConfig(
@@ -140,12 +140,12 @@ def trainer(directory: Path, **overrides: Any) -> Any:
 
 
 def test_trainer_with_two_cards_equals_the_cpu(tmp_path, monkeypatch):
-    """Transformers' own trainer multiplies the loss by the number of cards; ours must not."""
+    """transformers' Trainer multiplies the loss by the number of cards; samestep's must not."""
     losses_by_device = {}
     for name in ("cpu", "card"):
         if name == "card" and IS_STANDIN:
             monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "standin:0")
-        hf_trainer = trainer(tmp_path / name, use_cpu=name == "cpu")
+        hf_trainer = make_trainer(tmp_path / name, use_cpu=name == "cpu")
         initial_loss = hf_trainer.evaluate()["eval_loss"]
         hf_trainer.train()
         losses = [row["loss"] for row in hf_trainer.state.log_history if "loss" in row]

@@ -1,4 +1,4 @@
-"""Tests of the eager backend on the stand-in accelerator: bits of the CPU, copies, planted faults.
+"""The eager backend on the stand-in accelerator: the CPU's bits, copies, and planted faults.
 
 test_standin.py runs these in a process whose torch has the device.
 """
@@ -54,7 +54,7 @@ SUBTREE = [(batch(seed=seed), seed) for seed in range(5)]
 
 @pytest.fixture(autouse=True)
 def _no_missing_waits() -> Iterator[None]:
-    """Check that every access waits as required, unless the test reads the reports itself."""
+    """Check that every access waits as required, unless the test takes the reports."""
     standin.take_reports()
     standin.take_counts()
     yield
@@ -62,8 +62,10 @@ def _no_missing_waits() -> Iterator[None]:
     assert standin.take_reports() == []
 
 
-def gradients(backend: str, job: Trainable, subtree: Any = SUBTREE, index: int = 0) -> list[bytes]:
-    program = EagerBackend(backend, index).compile(job, subtree[0][0])
+def gradients(
+    backend: str, trainable: Trainable, subtree: Any = SUBTREE, index: int = 0
+) -> list[bytes]:
+    program = EagerBackend(backend, index).compile(trainable, subtree[0][0])
     try:
         items = list(program.gradients(subtree))
     finally:
@@ -74,7 +76,7 @@ def gradients(backend: str, job: Trainable, subtree: Any = SUBTREE, index: int =
     return [*blocks, repr(loss).encode()]
 
 
-def fresh_model(**changes: Any) -> Trainable:
+def make_small_trainable(**changes: Any) -> Trainable:
     torch.manual_seed(0)
     return make_trainable(Net(), **changes)
 
@@ -83,23 +85,23 @@ def fresh_model(**changes: Any) -> Trainable:
 @pytest.mark.parametrize("leaves", [1, 2, 3, 5])
 def test_subtree_sums_have_the_bits_of_the_host(index, leaves):
     subtree = SUBTREE[:leaves]
-    assert gradients("accelerator", fresh_model(), subtree, index) == gradients(
-        "cpu", fresh_model(), subtree
+    assert gradients("accelerator", make_small_trainable(), subtree, index) == gradients(
+        "cpu", make_small_trainable(), subtree
     )
 
 
 @pytest.mark.parametrize("leaves", [1, 4])
 def test_subtree_is_copied_once_per_block_without_waits(leaves):
-    job = fresh_model()
-    program = EagerBackend("accelerator").compile(job, batch())
+    trainable = make_small_trainable()
+    program = EagerBackend("accelerator").compile(trainable, batch())
     subtree = [(batch(seed=seed), seed) for seed in range(leaves)]
     list(program.gradients(subtree))
     standin.take_counts()
     list(program.gradients(subtree))
     counts = standin.take_counts()
     program.close()
-    assert counts.pop("copies to host, deferred") == len(job.blocks)
-    assert counts.pop("waits for an event") == len(job.blocks)
+    assert counts.pop("copies to host, deferred") == len(trainable.blocks)
+    assert counts.pop("waits for an event") == len(trainable.blocks)
     assert counts.pop("copies to device, deferred") == 2 * leaves, "x and y of each microbatch"
     counts.pop("pinned allocations")
     counts.pop("kernels")
@@ -108,16 +110,16 @@ def test_subtree_is_copied_once_per_block_without_waits(leaves):
 
 @pytest.mark.parametrize("loss_type", [torch.float32, torch.float64, torch.int64])
 def test_loss_value_equals_the_host_for_every_dtype(loss_type):
-    def constant(_: torch.nn.Module, arrays: Any) -> torch.Tensor:
+    def constant_loss(_: torch.nn.Module, arrays: Any) -> torch.Tensor:
         return (arrays["x"].sum() * 1000).to(loss_type)
 
-    def with_graph(module: torch.nn.Module, arrays: Any) -> torch.Tensor:
-        return constant(module, arrays) + next(module.parameters()).sum() * 0
+    def loss_with_graph(module: torch.nn.Module, arrays: Any) -> torch.Tensor:
+        return constant_loss(module, arrays) + next(module.parameters()).sum() * 0
 
-    for loss in (constant, with_graph):
+    for loss in (constant_loss, loss_with_graph):
         totals = []
         for backend in ("cpu", "accelerator"):
-            program: Any = EagerBackend(backend).compile(fresh_model(), batch())
+            program: Any = EagerBackend(backend).compile(make_small_trainable(), batch())
             program._loss = loss
             *_, total = program.gradients(SUBTREE)
             program.close()
@@ -125,25 +127,27 @@ def test_loss_value_equals_the_host_for_every_dtype(loss_type):
         assert totals[0] == totals[1]
 
 
-def test_card_without_float64_computes_but_checks_losses_on_the_cpu():
+def test_card_without_float64_has_the_bits_of_the_host_and_tries_losses_on_the_cpu():
     def loss(module: torch.nn.Module, arrays: Any) -> torch.Tensor:
         total: torch.Tensor = (module(arrays["x"]) - arrays["y"]).square().sum()
         return total
 
-    without_float64 = replace(torch_devices.KINDS["accelerator"], has_float64=False)
+    kind_without_float64 = replace(torch_devices.KINDS["accelerator"], has_float64=False)
     standin.set_float64(has_float64=False)
     try:
         with pytest.raises(RuntimeError, match="fp64"):
             torch.zeros(1, dtype=torch.float64, device="standin")
-        with mock.patch.dict(torch_devices.KINDS, accelerator=without_float64):
-            on_device = gradients("accelerator", fresh_model(loss=loss))
-            inner = inner_step(fresh_model(loss=loss))
+        with mock.patch.dict(torch_devices.KINDS, accelerator=kind_without_float64):
+            device_gradients = gradients("accelerator", make_small_trainable(loss=loss))
+            parameters = compute_inner_step(make_small_trainable(loss=loss))
             with trial_device("accelerator") as device:
                 assert device.type == "cpu"
     finally:
         standin.set_float64(has_float64=True)
-    assert on_device == gradients("cpu", fresh_model(loss=loss))
-    np.testing.assert_allclose(inner, inner_step(fresh_model(loss=loss)), rtol=1e-6)
+    assert device_gradients == gradients("cpu", make_small_trainable(loss=loss))
+    np.testing.assert_allclose(
+        parameters, compute_inner_step(make_small_trainable(loss=loss)), rtol=1e-6
+    )
 
 
 def test_metrics_on_a_card_without_float64_equal_those_of_the_host():
@@ -152,12 +156,12 @@ def test_metrics_on_a_card_without_float64_equal_those_of_the_host():
     scaled: Any = SimpleNamespace(scale=SimpleNamespace(mean=0.5, deviation=2.0))
 
     def sums_on(device: torch.device) -> list[Any]:
-        on_device = {name: tensor.to(device) for name, tensor in (arrays | labels).items()}
+        moved_arrays = {name: tensor.to(device) for name, tensor in (arrays | labels).items()}
         module.to(device)
         patched = mock.patch.object(classify, "logits_of", lambda m, fields, _: m(fields["x"]))
         with patched, torch.no_grad():
-            values = classify._regression(scaled, {}).evaluate(module, on_device)
-            return [regress._evaluate(module, on_device), values]
+            values = classify._regression(scaled, {}).evaluate(module, moved_arrays)
+            return [regress._evaluate(module, moved_arrays), values]
 
     expected = sums_on(torch.device("cpu"))
     standin.set_float64(has_float64=False)
@@ -169,15 +173,15 @@ def test_metrics_on_a_card_without_float64_equal_those_of_the_host():
         standin.set_float64(has_float64=True)
 
 
-def inner_step(job: Trainable) -> Any:
-    program: Any = EagerBackend("accelerator").compile(job, batch())
+def compute_inner_step(trainable: Trainable) -> Any:
+    program: Any = EagerBackend("accelerator").compile(trainable, batch())
     optimizer = Sgd(name="sgd", lr=0.1, clip_norm=0.5)
     steps = program.inner_steps(optimizer)
-    assert job.module is not None
-    parameters = dict(job.module.named_parameters())
+    assert trainable.module is not None
+    parameters = dict(trainable.module.named_parameters())
     start = [
         np.concatenate([parameters[t.name].detach().cpu().numpy().ravel() for t in block.tensors])
-        for block in job.blocks
+        for block in trainable.blocks
     ]
     steps.begin(InnerState(start, [], []))
     for _ in steps.step(SUBTREE[:2], SchedulePosition(1, 0, 1)):
@@ -188,21 +192,21 @@ def inner_step(job: Trainable) -> Any:
 
 
 def test_synchronous_device_without_index_computes_the_same():
-    """Like Apple's device in the table of devices: no streams, no float64, sums on the host."""
+    """Like the entry for Apple's device: no streams, no float64, sums on the host."""
     like_mps = replace(torch_devices.KINDS["mps"], backend="accelerator")
     with (
         mock.patch.dict(torch_devices.KINDS, accelerator=like_mps),
         mock.patch.object(torch_devices, "torch_device", return_value=torch.device("standin", 0)),
     ):
-        on_device = gradients("accelerator", fresh_model())
-        small = fresh_model()
+        device_gradients = gradients("accelerator", make_small_trainable())
+        trainable = make_small_trainable()
         standin.set_memory_limit(2048)
         try:
             with pytest.raises(DeviceError, match=r"'accelerator'.*out of memory.*microbatch"):
-                EagerBackend("accelerator").compile(small, batch())
+                EagerBackend("accelerator").compile(trainable, batch())
         finally:
             standin.set_memory_limit(None)
-    assert on_device == gradients("cpu", fresh_model())
+    assert device_gradients == gradients("cpu", make_small_trainable())
 
 
 def test_memory_in_a_reference_cycle_is_freed_for_the_next_model():
@@ -211,11 +215,11 @@ def test_memory_in_a_reference_cycle_is_freed_for_the_next_model():
     gc.disable()
     try:
         for _ in range(2):
-            job = fresh_model()
-            vars(job.module)["itself"] = [job.module]
+            trainable = make_small_trainable()
+            vars(trainable.module)["itself"] = [trainable.module]
             standin.peak_bytes(0)
-            EagerBackend("accelerator").compile(job, batch()).close()
-            del job
+            EagerBackend("accelerator").compile(trainable, batch()).close()
+            del trainable
             standin.set_memory_limit(standin.peak_bytes(0) + 2048)
     finally:
         standin.set_memory_limit(None)
@@ -223,8 +227,8 @@ def test_memory_in_a_reference_cycle_is_freed_for_the_next_model():
 
 
 def test_program_memory_is_not_model_state():
-    """It is reachable through the module's hooks, but changes from call to call."""
-    program: Any = EagerBackend("accelerator").compile(fresh_model(), batch())
+    """The program is reachable through the module's hooks, and changes with each call."""
+    program: Any = EagerBackend("accelerator").compile(make_small_trainable(), batch())
     paths = reachable_state({"module": program._module})
     program.close()
     assert "module._modules['first'].in_features" in paths
@@ -233,12 +237,14 @@ def test_program_memory_is_not_model_state():
 
 def test_every_thread_uses_the_card_of_the_program():
     standin.take_touched()
-    gradients("accelerator", fresh_model(), index=1)
+    gradients("accelerator", make_small_trainable(), index=1)
     lines = standin.take_touched()
     assert {line.partition(" ")[0] for line in lines} == {"standin:1"}
     assert len(lines) >= 3, "the caller's thread, the device's, autograd's"
     with mock.patch.object(torch_devices, "set_current"):  # the planted fault
-        thread = threading.Thread(target=gradients, args=("accelerator", fresh_model(), SUBTREE, 1))
+        thread = threading.Thread(
+            target=gradients, args=("accelerator", make_small_trainable(), SUBTREE, 1)
+        )
         thread.start()
         thread.join()
     assert any(line.startswith("standin:0 ") for line in standin.take_touched())
@@ -251,7 +257,7 @@ def test_card_that_the_device_thread_cannot_use_is_named():
         mock.patch.object(torch_devices, "set_current", side_effect=busy_error),
         pytest.raises(DeviceError, match=r"accelerator 0.*busy or unavailable"),
     ):
-        backend.compile(fresh_model(), batch())
+        backend.compile(make_small_trainable(), batch())
 
 
 DECODER_VARIANTS: dict[str, dict[str, Any]] = {
@@ -265,10 +271,10 @@ DECODER_VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", DECODER_VARIANTS)
-def test_lora_of_a_decoder_matches_the_host_and_is_reproducible(kind, tmp_path):
+@pytest.mark.parametrize("variant", DECODER_VARIANTS)
+def test_lora_of_a_decoder_matches_the_host_and_is_reproducible(variant, tmp_path):
     """The gradients match within rounding, because attention uses another kernel on the card."""
-    source = {"source": str(tmp_path / "model"), **DECODER_VARIANTS[kind]}
+    source = {"source": str(tmp_path / "model"), **DECODER_VARIANTS[variant]}
     spec = load_run_spec(write_decoder_run("causal-lm", tmp_path, model=source, lora={"r": 4}))
     disable_dropout(tmp_path / "model")
     results = []
@@ -294,8 +300,12 @@ MEMORY_CASES: dict[str, dict[str, Any]] = {
     "float32": {},
     "long samples": {"tokens": 256},
     "a large vocabulary": {"vocab_size": 4096},
-    "its loss in parts": {"vocab_size": 4096, "logits": 1 << 18},
-    "its loss in parts, in full": {"vocab_size": 4096, "logits": 1 << 18, "lora": None},
+    "a large vocabulary, loss in parts": {"vocab_size": 4096, "logits": 1 << 18},
+    "a large vocabulary, loss in parts, full training": {
+        "vocab_size": 4096,
+        "logits": 1 << 18,
+        "lora": None,
+    },
     "more layers": {"num_hidden_layers": 8},
     "bfloat16": {"precision": "bfloat16"},
     "a base in bfloat16": {"base_dtype": "bfloat16", "precision": "bfloat16"},
@@ -307,7 +317,7 @@ MEMORY_CASES: dict[str, dict[str, Any]] = {
         "precision": "bfloat16",
         "lora": {"r": 16, "targets": "all-linear"},
     },
-    "a head that is trained": {
+    "trained head": {
         "base_dtype": "int4",
         "lora": {"r": 4, "modules_to_save": ["lm_head"]},
     },
@@ -316,7 +326,7 @@ MEMORY_CASES: dict[str, dict[str, Any]] = {
     "more experts, nf4": {"experts": 16, "base_dtype": "nf4"},
     "LoRA of experts, in float32": {"experts": 8, "lora": EXPERT_LORA},
     "LoRA of experts, int4": {"experts": 8, "lora": EXPERT_LORA, "base_dtype": "int4"},
-    "LoRA of experts, of rank 16, q8_0": {
+    "LoRA of experts, rank 16, q8_0": {
         "experts": 8,
         "lora": EXPERT_LORA | {"r": 16},
         "base_dtype": "q8_0",
@@ -338,17 +348,17 @@ MEMORY_CASES: dict[str, dict[str, Any]] = {
         "lora": EXPERT_LORA,
         "gradient_checkpointing": True,
     },
-    "experts, in full": {"experts": 8, "lora": None},
+    "experts, full training": {"experts": 8, "lora": None},
     "distilled": {"task": "distil", "vocab_size": 4096},
     "distilled in parts": {"task": "distil", "vocab_size": 4096, "logits": 1 << 18},
-    "in full": {"lora": None},
-    "in full, four microbatches": {"lora": None, "microbatches": 4},
+    "full training": {"lora": None},
+    "full training, four microbatches": {"lora": None, "microbatches": 4},
 }
 
 
-@pytest.mark.parametrize("kind", MEMORY_CASES)
-def test_memory_estimate_is_within_five_percent(kind, tmp_path, monkeypatch):
-    sizes = {"tokens": 128, "microbatches": 1, "lora": {"r": 4}, **MEMORY_CASES[kind]}
+@pytest.mark.parametrize("case", MEMORY_CASES)
+def test_memory_estimate_is_within_five_percent(case, tmp_path, monkeypatch):
+    sizes = {"tokens": 128, "microbatches": 1, "lora": {"r": 4}, **MEMORY_CASES[case]}
     if "logits" in sizes:
         monkeypatch.setattr(vocabulary_loss, "LOGITS_AT_ONCE", sizes["logits"])
     model = {k: v for k, v in sizes.items() if k in ModelSpec.model_fields}
@@ -390,52 +400,53 @@ def test_memory_estimate_is_within_five_percent(kind, tmp_path, monkeypatch):
     assert expected is not None
     arrays = task.batch([0, 1]).arrays
     if not is_distilled:
-        arrays = {name: np.resize(each, (2, sizes["tokens"])) for name, each in arrays.items()}
-    batch_ = Batch(arrays, 2.0 * sizes["tokens"])
-    with mock.patch.object(EagerProgram, "_refuse_loss_not_additive"):  # twice as large
-        program = EagerBackend("accelerator").compile(task.trainable, batch_)
+        arrays = {name: np.resize(array, (2, sizes["tokens"])) for name, array in arrays.items()}
+    microbatch = Batch(arrays, 2.0 * sizes["tokens"])
+    with mock.patch.object(
+        EagerProgram, "_refuse_loss_not_additive"
+    ):  # that check would double the memory
+        program = EagerBackend("accelerator").compile(task.trainable, microbatch)
     gc.collect()
     standin.peak_bytes(0)
-    before = standin.peak_bytes(0)
-    list(program.gradients([(batch_, seed) for seed in range(sizes["microbatches"])]))
-    peak = standin.peak_bytes(0)
+    weights_bytes = standin.peak_bytes(0)
+    list(program.gradients([(microbatch, seed) for seed in range(sizes["microbatches"])]))
+    peak_bytes = standin.peak_bytes(0)
     program.close()
     del program, task
     gc.collect()
-    assert before == pytest.approx(expected.weights, rel=0.03)
-    assert peak == pytest.approx(expected.total, rel=0.05)
+    assert weights_bytes == pytest.approx(expected.weights, rel=0.03)
+    assert peak_bytes == pytest.approx(expected.total, rel=0.05)
 
 
 @pytest.mark.parametrize(
     ("storage", "bytes_for_float32", "bytes_for_bfloat16"),
     [("bf16", 6, 0), ("int8", 5, 3), ("q8_0", 5, 3), ("int4", 16.5, 14.5), ("nf4", 16.5, 14.5)],
 )
-def test_bytes_that_dequantization_moves(storage, bytes_for_float32, bytes_for_bfloat16):
-    """Counts bytes per element, with scales; a weight that already has the product's dtype is not
-    copied."""
+def test_bytes_moved_by_dequantization(storage, bytes_for_float32, bytes_for_bfloat16):
+    """Bytes per element, with scales. A weight that has the dtype of the product is not copied."""
     values = np.random.default_rng(0).standard_normal((512, 1024)).astype(np.float32)
     device = torch.device("standin", 0)
     weight, scratch = (
         QuantizedWeight(quantize(values, storage), device),
         ScratchBuffer(values.size, device),
     )
-    for kind, expected in (
+    for dtype, expected in (
         (torch.float32, bytes_for_float32),
         (torch.bfloat16, bytes_for_bfloat16),
     ):
-        scratch.operand(weight, kind)
+        scratch.operand(weight, dtype)
         standin.take_kernel_bytes()
-        operand = scratch.operand(weight, kind)
+        operand = scratch.operand(weight, dtype)
         moved_bytes = standin.take_kernel_bytes()
         assert moved_bytes / values.size == pytest.approx(expected, abs=0.13)
         host = QuantizedWeight(quantize(values, storage), torch.device("cpu"))
-        host_operand = ScratchBuffer(values.size, torch.device("cpu")).operand(host, kind)
+        host_operand = ScratchBuffer(values.size, torch.device("cpu")).operand(host, dtype)
         assert torch.equal(operand.cpu(), host_operand), "the bits of the host"
 
 
-def old_card(architectures: Sequence[str]) -> Any:
-    """Return a context in which the stand-in is an NVIDIA card, for whose torch these kernels
-    exist."""
+def nvidia_card_with_kernels(architectures: Sequence[str]) -> Any:
+    """Return a context in which the stand-in is an NVIDIA card, and torch has kernels for these
+    architectures."""
     cuda_functions = {
         "is_available": lambda: True,
         "get_device_capability": torch.get_device_module("standin").get_device_capability,
@@ -468,7 +479,7 @@ def test_card_without_kernels_in_torch_is_not_chosen(
     monkeypatch.setattr(
         torch.get_device_module("standin"), "get_device_capability", lambda _=None: capability
     )
-    with old_card(architectures):
+    with nvidia_card_with_kernels(architectures):
         row, _ = torch_devices.devices_of("cuda")
         assert row.usable == is_usable
         if is_usable:
@@ -487,7 +498,7 @@ def disable_dropout(model: Path) -> None:
     (model / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.0}))
 
 
-# Faults that a CPU does not reveal: each is planted, and detected on the stand-in.
+# Planted faults that a CPU does not reveal and the stand-in does.
 
 
 class UnwaitedEvent(torch.Event):
@@ -501,26 +512,26 @@ class UnorderedStream(torch.Stream):
 
 
 def planted_fault(**changes: Any) -> Any:
-    """Replace a class or function of torch that the product's copies use."""
+    """Return a context that replaces a class of torch in the module that copies gradients."""
     return mock.patch.object(device_sums, "torch", SimpleNamespace(**{**vars(torch), **changes}))
 
 
 def test_missing_wait_for_a_copy_is_noticed():
     with planted_fault(Event=UnwaitedEvent):
-        on_device = gradients("accelerator", fresh_model())[:-1]
-    assert on_device != gradients("cpu", fresh_model())[:-1]
+        device_gradients = gradients("accelerator", make_small_trainable())[:-1]
+    assert device_gradients != gradients("cpu", make_small_trainable())[:-1]
 
 
 def test_memory_freed_while_it_is_copied_is_noticed():
     with mock.patch.object(torch.Tensor, "record_stream"):
-        on_device = read_after_the_last_copy()
-    standin.take_reports()  # the memory may also be overwritten while it is read, which is reported
-    assert on_device != gradients("cpu", fresh_model(), SUBTREE[:1])[:-1]
+        device_gradients = read_after_the_last_copy()
+    standin.take_reports()  # a write to the memory during the copy may be reported as well
+    assert device_gradients != gradients("cpu", make_small_trainable(), SUBTREE[:1])[:-1]
 
 
 def read_after_the_last_copy() -> list[bytes]:
-    """Return the blocks of one microbatch, read only after all blocks were copied."""
-    program: Any = EagerBackend("accelerator").compile(fresh_model(), batch())
+    """Return the blocks of one microbatch, which are read after all blocks were copied."""
+    program: Any = EagerBackend("accelerator").compile(make_small_trainable(), batch())
     stream = program.gradients(SUBTREE[:1])
     program._thread.submit(lambda: None).result()
     torch.accelerator.synchronize()
@@ -531,12 +542,12 @@ def read_after_the_last_copy() -> list[bytes]:
 
 def test_copy_before_its_values_are_ready_is_noticed():
     with planted_fault(Stream=UnorderedStream):
-        gradients("accelerator", fresh_model())
+        gradients("accelerator", make_small_trainable())
     assert any("without waiting" in report for report in standin.take_reports())
 
 
 def test_staging_memory_reused_before_it_is_read_is_noticed():
-    expected = gradients("cpu", fresh_model(), SUBTREE[:1])[:-1]
+    expected = gradients("cpu", make_small_trainable(), SUBTREE[:1])[:-1]
     assert read_after_the_last_copy() == expected
     with mock.patch.object(device_sums.StagingMemory, "_free_start", return_value=0):
         assert read_after_the_last_copy() != expected
@@ -547,10 +558,10 @@ def test_batch_that_stays_on_the_host_is_noticed():
         return {name: torch.tensor(array) for name, array in batch.arrays.items()}
 
     with (
-        mock.patch("backends.eager.eager.EagerProgram._on_device", keep_on_host),
+        mock.patch("backends.eager.eager.EagerProgram._copy_to_device", keep_on_host),
         pytest.raises(RuntimeError, match="at least two devices"),
     ):
-        gradients("accelerator", fresh_model())
+        gradients("accelerator", make_small_trainable())
 
 
 def test_unseeded_random_numbers_of_the_device_are_noticed():
@@ -565,7 +576,7 @@ def test_unseeded_random_numbers_of_the_device_are_noticed():
 
 
 def test_gradient_that_misses_its_hook_is_named():
-    program: Any = EagerBackend("accelerator").compile(fresh_model(), batch())
+    program: Any = EagerBackend("accelerator").compile(make_small_trainable(), batch())
     for hook in program._hooks:
         hook.remove()
     with pytest.raises(SamestepError, match=r"gradient of 'first\.weight' at its hook, got none"):
@@ -585,38 +596,38 @@ def limit() -> Iterator[Any]:
 def test_model_too_large_for_the_device_is_a_device_error_with_a_remedy(limit):
     limit(2048)
     with pytest.raises(DeviceError, match=r"accelerator 0.*out of memory.*microbatch") as error:
-        EagerBackend("accelerator").compile(fresh_model(), batch())
+        EagerBackend("accelerator").compile(make_small_trainable(), batch())
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_microbatch_that_ran_out_of_memory_once_is_retried(limit, where):
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_microbatch_that_runs_out_of_memory_once_is_retried(limit, phase):
     standin.peak_bytes(0)  # forget the peak of earlier tests
-    program = EagerBackend("accelerator").compile(fresh_model(), batch())
-    small = standin.peak_bytes(0) // 8
-    freed: list[torch.device] = []
+    program = EagerBackend("accelerator").compile(make_small_trainable(), batch())
+    small_limit = standin.peak_bytes(0) // 8
+    released_devices: list[torch.device] = []
     backward = torch.Tensor.backward
 
     def limit_then_backward(loss: torch.Tensor) -> None:
-        if not freed:
-            limit(small)
+        if not released_devices:
+            limit(small_limit)
         backward(loss)
 
     def release_memory(device: torch.device) -> None:
-        freed.append(device)
+        released_devices.append(device)
         limit(None)
 
     with (
         mock.patch.object(torch_devices, "release_memory", release_memory),
         mock.patch.object(torch.Tensor, "backward", limit_then_backward),
     ):
-        if where == "forward":
-            limit(small)
+        if phase == "forward":
+            limit(small_limit)
         *blocks, loss = program.gradients(SUBTREE)
     program.close()
-    assert len(freed) == 1
-    contents = [item.values.tobytes() for item in blocks if isinstance(item, BlockGradient)]
-    assert [*contents, repr(loss).encode()] == gradients("cpu", fresh_model())
+    assert len(released_devices) == 1
+    block_bytes = [item.values.tobytes() for item in blocks if isinstance(item, BlockGradient)]
+    assert [*block_bytes, repr(loss).encode()] == gradients("cpu", make_small_trainable())
 
 
 class LookupModel(torch.nn.Module):
@@ -635,14 +646,14 @@ def lookup_loss(module: torch.nn.Module, arrays: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("array", "value", "text"),
+    ("array", "value", "message"),
     [
         ("ids", 7, r"'ids' has 7 at \[1, 2\].*7 rows"),
         ("ids", -1, "'ids' has -1"),
         ("labels", 3, r"'labels' has 3 at \[1, 2\].*3 rows"),
     ],
 )
-def test_index_out_of_range_is_named_and_never_reaches_the_device(array, value, text):
+def test_index_out_of_range_is_refused_before_it_breaks_the_device(array, value, message):
     arrays = {"ids": np.ones((2, 4), np.int64), "labels": np.ones((2, 4), np.int64)}
     arrays["labels"][0, 0] = -100
     valid_batch = Batch({name: values.copy() for name, values in arrays.items()}, 7.0)
@@ -650,7 +661,7 @@ def test_index_out_of_range_is_named_and_never_reaches_the_device(array, value, 
         make_trainable(LookupModel(), loss=lookup_loss), valid_batch
     )
     arrays[array][1, 2] = value
-    with pytest.raises(LossFailed, match=text) as error:
+    with pytest.raises(LossFailed, match=message) as error:
         list(program.gradients([(Batch(arrays, 7.0), 0)]))
     assert error.value.row == 1
     assert list(program.gradients([(valid_batch, 0)]))
@@ -682,7 +693,7 @@ FAULTS = (
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_failing_device_is_named_instead_of_the_model(fault):
-    program = EagerBackend("accelerator").compile(fresh_model(), batch())
+    program = EagerBackend("accelerator").compile(make_small_trainable(), batch())
     standin.set_fault(fault)
     try:
         with pytest.raises(DeviceError, match=f"accelerator 0.*{fault[:9]}"):
@@ -722,7 +733,7 @@ def test_nondeterministic_operator_is_named_before_the_run(loss, operator):
         EagerBackend("accelerator").compile(make_trainable(PoolingModel(), loss=loss), batch())
 
 
-def test_message_names_a_deterministic_replacement():
+def test_error_for_cumsum_names_a_replacement_with_equal_results():
     x = torch.randn(3, 5)
     sums = x @ torch.ones(5, 5, device=x.device).triu()
     torch.testing.assert_close(sums, x.cumsum(-1))
@@ -737,32 +748,32 @@ def test_message_names_a_deterministic_replacement():
 def multinomial_loss(module: torch.nn.Module, arrays: Any) -> torch.Tensor:
     """Draw a column for each sample, as a noise-contrastive loss does."""
     scores = module(arrays["x"]) - arrays["y"]
-    shares = scores.detach().square() + 0.1
-    column = torch.multinomial(shares, 1)
+    weights = scores.detach().square() + 0.1
+    column = torch.multinomial(weights, 1)
     loss: torch.Tensor = scores.gather(1, column).square().sum()
     return loss
 
 
 @pytest.mark.parametrize("has_float64", [True, False])
-def test_loss_with_multinomial_is_checked_on_the_card(has_float64):
+def test_loss_that_draws_with_multinomial_is_reproducible_on_the_card(has_float64):
     kind = replace(torch_devices.KINDS["accelerator"], has_float64=has_float64)
     standin.set_float64(has_float64=has_float64)
     try:
         with mock.patch.dict(torch_devices.KINDS, accelerator=kind):
-            on_device = gradients("accelerator", fresh_model(loss=multinomial_loss))
-            again = gradients("accelerator", fresh_model(loss=multinomial_loss))
+            device_gradients = gradients("accelerator", make_small_trainable(loss=multinomial_loss))
+            repeated = gradients("accelerator", make_small_trainable(loss=multinomial_loss))
     finally:
         standin.set_float64(has_float64=True)
-    assert on_device == again
+    assert device_gradients == repeated
 
 
-def test_bad_index_of_the_first_microbatch_never_reaches_the_device():
+def test_index_out_of_range_in_the_first_microbatch_does_not_break_the_device():
     arrays = {"ids": np.full((2, 4), 7), "labels": np.ones((2, 4), np.int64)}
     with pytest.raises(IndexError, match="'ids' has 7"):
         EagerBackend("accelerator").compile(
             make_trainable(LookupModel(), loss=lookup_loss), Batch(arrays, 8.0)
         )
-    EagerBackend("accelerator").compile(fresh_model(), batch()).close()
+    EagerBackend("accelerator").compile(make_small_trainable(), batch()).close()
 
 
 def test_standin_is_listed_and_chosen_by_name_only(limit):
@@ -778,7 +789,7 @@ def test_standin_is_listed_and_chosen_by_name_only(limit):
 def test_profile_of_a_card_excludes_its_host(limit, monkeypatch):
     backend = EagerBackend("accelerator")
     profile = backend.numerics_profile(1)
-    assert profile == backend.numerics_profile(8), "threads of the host"
+    assert profile == backend.numerics_profile(8), "threads of the host do not matter"
     assert "isa" not in profile
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     limit(1 << 30)

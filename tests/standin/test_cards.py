@@ -1,5 +1,4 @@
-"""Test of `benchmarks.cards` from start to end, in a process whose torch has the stand-in
-device."""
+"""Test of all of `benchmarks.cards`, in a process whose torch has the stand-in device."""
 
 import os
 import subprocess

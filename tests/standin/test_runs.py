@@ -1,4 +1,4 @@
-"""Tests of whole runs on the stand-in accelerator: the CPU's digest, and a failing card."""
+"""Runs on the stand-in accelerator have the CPU's digest, also if a card fails."""
 
 import re
 
@@ -14,52 +14,52 @@ DIGITS = (
     "--set", "batch.samples=48",
 )  # fmt: skip
 FEW_KERNELS, MANY_KERNELS = 20, 3000
+"""Numbers of kernels after which a card fails: before it is ready, and within a step."""
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory):
+def cpu_result(tmp_path_factory):
     """Return the result of a run on one CPU worker."""
     with Cluster(tmp_path_factory.mktemp("cpu"), "--expect-workers", "1", *DIGITS) as cluster:
         cluster.start_worker("cpu", "--backend", "cpu")
         return cluster.result()
 
 
-def check_result(cluster, expected):
+def assert_equals_cpu(cluster, cpu_result):
     document = cluster.result()
-    assert document["weights_digest"] == expected["weights_digest"]
-    assert document["losses"] == expected["losses"]
-    assert document["eval"] == expected["eval"]
+    assert document["weights_digest"] == cpu_result["weights_digest"]
+    assert document["losses"] == cpu_result["losses"]
+    assert document["eval"] == cpu_result["eval"]
     return document
 
 
 @pytest.mark.parametrize(
     "devices", [("accelerator1",), ("accelerator0-1",), ("accelerator0", "cpu")]
 )
-def test_digest_equals_that_of_a_cpu(tmp_path, environment, expected, devices):
+def test_result_equals_that_of_a_cpu(tmp_path, environment, cpu_result, devices):
     with Cluster(tmp_path, "--expect-workers", str(len(devices)), *DIGITS) as cluster:
         for device in devices:
             cluster.start_worker(device, "--backend", device, environment=environment)
-        check_result(cluster, expected)
+        assert_equals_cpu(cluster, cpu_result)
 
 
 @pytest.mark.parametrize("kernels", [FEW_KERNELS, MANY_KERNELS])
 def test_broken_card_leaves_and_the_run_continues_with_the_same_bits(
-    tmp_path, environment, expected, kernels
+    tmp_path, environment, cpu_result, kernels
 ):
-    """The card breaks before it is ready, or in a step."""
-    breaks = {**environment, standin.KERNELS_TO_FAULT: str(kernels)}
+    failing = {**environment, standin.KERNELS_TO_FAULT: str(kernels)}
     with Cluster(tmp_path, "--expect-workers", "2", *DIGITS) as cluster:
-        card = cluster.start_worker("card", "--backend", "accelerator0", environment=breaks)
+        card = cluster.start_worker("card", "--backend", "accelerator0", environment=failing)
         if kernels == FEW_KERNELS:
             assert cluster.wait_for_exit(card) == 1
             cluster.start_worker("other", "--backend", "cpu")
             cluster.start_worker("cpu", "--backend", "cpu")
-        else:  # otherwise the run may end before the card has computed so much
+        else:  # the CPU pauses, or else the run may end before the card has run its kernels
             hold = cluster.start_paused_worker("cpu", 1, "--backend", "cpu")
             hold.wait_until_paused()
             assert cluster.wait_for_exit(card) == 1
             hold.release()
-        check_result(cluster, expected)
+        assert_equals_cpu(cluster, cpu_result)
         assert card.stderr is not None
         (last_line,) = [line for line in card.stderr.read().splitlines() if "illegal" in line]
     assert last_line.startswith(
@@ -67,12 +67,12 @@ def test_broken_card_leaves_and_the_run_continues_with_the_same_bits(
     )
 
 
-def test_two_card_worker_restarts_the_process_of_a_broken_card(tmp_path, environment, expected):
-    breaks = {**environment, standin.KERNELS_TO_FAULT: str(MANY_KERNELS)}
+def test_two_card_worker_restarts_the_process_of_a_broken_card(tmp_path, environment, cpu_result):
+    failing = {**environment, standin.KERNELS_TO_FAULT: str(MANY_KERNELS)}
     with Cluster(tmp_path, "--expect-workers", "2", *DIGITS) as cluster:
         cards = cluster.start_worker("cards", "--backend", "accelerator", "--gpus", "0,1",
-                               environment=breaks)  # fmt: skip
-        check_result(cluster, expected)
+                               environment=failing)  # fmt: skip
+        assert_equals_cpu(cluster, cpu_result)
         cluster.wait_for_exit(cards)
         assert cards.stdout is not None
         assert cards.stderr is not None
@@ -81,42 +81,42 @@ def test_two_card_worker_restarts_the_process_of_a_broken_card(tmp_path, environ
     assert "restarted, 1 of at most 3 times" in output
 
 
-def test_hanging_card_ends_its_worker_and_the_run_continues(tmp_path, environment, expected):
-    hangs = {**environment, standin.KERNELS_TO_HANG: str(MANY_KERNELS)}
+def test_hanging_card_ends_its_worker_and_the_run_continues(tmp_path, environment, cpu_result):
+    hanging = {**environment, standin.KERNELS_TO_HANG: str(MANY_KERNELS)}
     with Cluster(tmp_path, "--expect-workers", "2", *DIGITS) as cluster:
-        card = cluster.start_worker("card", "--backend", "accelerator0", environment=hangs)
-        # Otherwise the run may end before the card has computed so much or is given up.
+        card = cluster.start_worker("card", "--backend", "accelerator0", environment=hanging)
+        # The CPU pauses, or else the run may end before the card hangs and its worker ends.
         hold = cluster.start_paused_worker("cpu", 1, "--backend", "cpu")
         hold.wait_until_paused()
         assert cluster.wait_for_exit(card) == 1
         hold.release()
-        check_result(cluster, expected)
+        assert_equals_cpu(cluster, cpu_result)
         assert card.stderr is not None
         error_text = card.stderr.read()
-    # The limit follows the slowest answer so far.
+    # The limit depends on the slowest answer so far.
     assert re.search(r"device 'accelerator 0' failed: expected an answer within \d+ s", error_text)
     assert "it hangs" in error_text
 
 
-def test_card_that_hangs_before_the_first_step_ends_its_worker(tmp_path, environment, expected):
-    hangs = {**environment, standin.KERNELS_TO_HANG: str(FEW_KERNELS)}
+def test_card_that_hangs_before_the_first_step_ends_its_worker(tmp_path, environment, cpu_result):
+    hanging = {**environment, standin.KERNELS_TO_HANG: str(FEW_KERNELS)}
     with Cluster(tmp_path, "--expect-workers", "1", *DIGITS) as cluster:
-        card = cluster.start_worker("card", "--backend", "accelerator0", environment=hangs)
+        card = cluster.start_worker("card", "--backend", "accelerator0", environment=hanging)
         assert cluster.wait_for_exit(card) == 1
         cluster.start_worker("cpu", "--backend", "cpu")
-        check_result(cluster, expected)
+        assert_equals_cpu(cluster, cpu_result)
         assert card.stderr is not None
         error_text = card.stderr.read()
     assert "device 'accelerator 0' failed: expected an answer within 45 s" in error_text
     assert "while it compiles the task" in error_text
 
 
-def test_hanging_card_of_two_is_restarted(tmp_path, environment, expected):
-    hangs = {**environment, standin.KERNELS_TO_HANG: str(MANY_KERNELS)}
+def test_hanging_card_of_two_is_restarted(tmp_path, environment, cpu_result):
+    hanging = {**environment, standin.KERNELS_TO_HANG: str(MANY_KERNELS)}
     with Cluster(tmp_path, "--expect-workers", "2", *DIGITS) as cluster:
         cards = cluster.start_worker("cards", "--backend", "accelerator", "--gpus", "0,1",
-                               environment=hangs)  # fmt: skip
-        check_result(cluster, expected)
+                               environment=hanging)  # fmt: skip
+        assert_equals_cpu(cluster, cpu_result)
         cluster.wait_for_exit(cards)
         assert cards.stdout is not None
         assert cards.stderr is not None
@@ -126,13 +126,13 @@ def test_hanging_card_of_two_is_restarted(tmp_path, environment, expected):
     assert "restarted, 1 of at most 3 times" in output
 
 
-def test_card_too_small_names_the_remedy(tmp_path, environment, expected):
-    small = {**environment, standin.MEMORY_LIMIT: "8192"}
+def test_error_of_a_card_that_is_too_small_names_the_remedy(tmp_path, environment, cpu_result):
+    limited = {**environment, standin.MEMORY_LIMIT: "8192"}
     with Cluster(tmp_path, "--expect-workers", "1", *DIGITS) as cluster:
-        card = cluster.start_worker("card", "--backend", "accelerator0", environment=small)
+        card = cluster.start_worker("card", "--backend", "accelerator0", environment=limited)
         assert cluster.wait_for_exit(card) == 1
         cluster.start_worker("cpu", "--backend", "cpu")
-        check_result(cluster, expected)
+        assert_equals_cpu(cluster, cpu_result)
         assert card.stderr is not None
         error_text = card.stderr.read()
     assert "out of memory" in error_text

@@ -1,5 +1,4 @@
-"""Tests of `torchrun -m worker --shard` on the stand-in: a frozen base over two ranks with a card
-each."""
+"""`torchrun -m worker --shard` on the stand-in: a frozen base over two ranks, each with a card."""
 
 import time
 from pathlib import Path
@@ -63,12 +62,14 @@ def test_ranks_use_only_their_cards_and_have_the_digest_of_a_cpu(tmp_path, envir
 
 @pytest.mark.parametrize("broken_rank", [0, 1])
 def test_broken_card_ends_both_ranks_and_the_cause_is_reported(tmp_path, environment, broken_rank):
-    """The other rank waits in a collective for a rank that will not arrive."""
+    """The other rank waits in a collective, which the broken rank does not enter."""
     run = run_file(tmp_path, FROZEN.replace("steps: 4", "steps: 400"))
-    breaks = {**environment, standin.KERNELS_TO_FAULT: "1500"}
+    breaking_environment = {**environment, standin.KERNELS_TO_FAULT: "1500"}  # within a step
     with Cluster(tmp_path / "cards", "--expect-workers", "1", "--run", run) as cluster:
         ranks = start_ranks(
-            cluster, tmp_path, [breaks if rank == broken_rank else environment for rank in range(2)]
+            cluster,
+            tmp_path,
+            [breaking_environment if rank == broken_rank else environment for rank in range(2)],
         )
         disconnection = cluster.wait_for("worker_disconnected", worker="cards")
         codes = [cluster.wait_for_exit(rank) for rank in ranks]
@@ -79,9 +80,8 @@ def test_broken_card_ends_both_ranks_and_the_cause_is_reported(tmp_path, environ
     assert cause in error_texts[broken_rank]
 
 
-def test_rank_0_ending_in_a_computation_ends_both_ranks(tmp_path, environment):
-    """Both ranks report the reason of rank 0, although no message may be sent during a
-    computation."""
+def test_lost_coordinator_ends_both_ranks_during_a_computation(tmp_path, environment):
+    """Both ranks report the reason of rank 0, although no message is sent in a computation."""
     run = run_file(tmp_path, FROZEN.replace("steps: 4", "steps: 400"))
     hold = Hold()
     with Cluster(tmp_path / "cards", "--expect-workers", "1", "--run", run) as cluster:
@@ -93,10 +93,10 @@ def test_rank_0_ending_in_a_computation_ends_both_ranks(tmp_path, environment):
         codes = [rank.wait(60) for rank in ranks]
         elapsed_s = time.monotonic() - killed_s
     hold.close()
-    leader, follower = ((tmp_path / f"rank-{rank}").read_text() for rank in range(2))
+    rank_0_errors, rank_1_errors = ((tmp_path / f"rank-{rank}").read_text() for rank in range(2))
     assert all(codes), codes
     assert elapsed_s < 5 + _ENGINE_S + LOSS_TIMEOUT_S + 15, "with room for a slow machine"
     cause = "no coordinator"
-    assert cause in leader
-    assert follower.count("\n") == 1
-    assert f"the group of ranks' failed: rank 0: {cause}" in follower
+    assert cause in rank_0_errors
+    assert rank_1_errors.count("\n") == 1
+    assert f"the group of ranks' failed: rank 0: {cause}" in rank_1_errors

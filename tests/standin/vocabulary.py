@@ -27,9 +27,9 @@ TOKENS, CHUNK_TOKENS = 48, 12
 LOGITS_BYTES = 4 * TOKENS * LARGE_VOCABULARY
 
 
-def peak_growth(job: Trainable, microbatch: Any) -> tuple[int, int]:
+def peak_growth(trainable: Trainable, microbatch: Any) -> tuple[int, int]:
     """Return the peak growth of memory during training and during evaluation, in bytes."""
-    program = EagerBackend("accelerator").compile(job, microbatch)
+    program = EagerBackend("accelerator").compile(trainable, microbatch)
     peaks = []
     for compute in (
         lambda: list(program.gradients([(microbatch, 0)])),
@@ -44,8 +44,8 @@ def peak_growth(job: Trainable, microbatch: Any) -> tuple[int, int]:
     return peaks[0], peaks[1]
 
 
-def job_of(model: Any, loss: Any) -> Trainable:
-    """Return a job that trains only one norm, so that logits take most of the memory."""
+def make_trainable(model: Any, loss: Any) -> Trainable:
+    """Return a task that trains only one norm, so that logits take most of the memory."""
     model.requires_grad_(requires_grad=False)
     norms = [parameter for name, parameter in model.named_parameters() if "norm" in name.lower()]
     norms[-1].requires_grad_(requires_grad=True)
@@ -57,16 +57,18 @@ def job_of(model: Any, loss: Any) -> Trainable:
     )
 
 
-@pytest.mark.parametrize("kind", LARGE_CASES)
-def test_quarter_of_the_tokens_at_once_takes_a_third_of_the_memory(kind, monkeypatch):
-    build_model, loss, make_batch = LARGE_CASES[kind]
+@pytest.mark.parametrize("case", LARGE_CASES)
+def test_quarter_of_the_tokens_at_once_takes_a_third_of_the_memory(case, monkeypatch):
+    build_model, loss, make_batch = LARGE_CASES[case]
     growths = []
     for chunk_tokens in (TOKENS, CHUNK_TOKENS):
         monkeypatch.setattr(vocabulary_loss, "tokens_per_part", lambda _, count=chunk_tokens: count)
         growths.append(
-            peak_growth(job_of(build_model(LARGE_VOCABULARY), loss), make_batch(LARGE_VOCABULARY))
+            peak_growth(
+                make_trainable(build_model(LARGE_VOCABULARY), loss), make_batch(LARGE_VOCABULARY)
+            )
         )
-    assert_a_third(growths)
+    assert_memory_is_a_third(growths)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "t5", "bart"])
@@ -81,12 +83,14 @@ def test_quarter_of_the_tokens_takes_a_third_of_the_memory_in_a_trainer(
         model = build_model(LARGE_VOCABULARY)
         trainer: Any = make_trainer(samestep.hf.Trainer, model, tmp_path)
         losses = SummedLoss(trainer, [trainer_batch(trainer, items(LARGE_VOCABULARY)[:1])])
-        growths.append(peak_growth(job_of(model, losses.loss), type(microbatch)(arrays, 2.0)))
-    assert_a_third(growths)
+        growths.append(
+            peak_growth(make_trainable(model, losses.loss), type(microbatch)(arrays, 2.0))
+        )
+    assert_memory_is_a_third(growths)
 
 
-def assert_a_third(growths: Any) -> None:
-    """Check growths with all tokens and with a quarter at once; layers and weights add a little."""
-    for whole, parts in zip(*growths, strict=True):
-        assert whole > 2 * LOGITS_BYTES
-        assert parts < 0.35 * whole, (whole, parts)
+def assert_memory_is_a_third(growths: Any) -> None:
+    """Compare the growth with all tokens at once and with a quarter; layers add to both."""
+    for whole_bytes, parts_bytes in zip(*growths, strict=True):
+        assert whole_bytes > 2 * LOGITS_BYTES
+        assert parts_bytes < 0.35 * whole_bytes, (whole_bytes, parts_bytes)
