@@ -92,18 +92,18 @@ class SteadyDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         return False
 
     def __enter__(self) -> Self:
-        """See torch's."""
+        """See `TorchDispatchMode`."""
         self._saved_states = _other_generator_states()
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __exit__(self, *exception: object) -> None:
-        """See torch's."""
+        """See `TorchDispatchMode`."""
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         if _other_generator_states() != self._saved_states:
             self.has_undecided_draws = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See torch's."""
+        """See `TorchDispatchMode`."""
         del types
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__

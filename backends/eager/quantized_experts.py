@@ -2,7 +2,7 @@
 
 transformers keeps the experts of a layer as stacks of matrices, (experts, outputs, inputs), which
 peft adapts as parameters: it adds the low-rank products of all experts to a whole stack. Here each
-expert that receives tokens is computed on its own, and its low-rank product is added to the result.
+expert that receives tokens is computed separately, and its low-rank product is added to the result.
 """
 
 from __future__ import annotations

@@ -132,11 +132,11 @@ class LogitsInParts:
         return self.ndim
 
     def size(self, dim: int | None = None) -> Any:
-        """As `torch.Tensor.size`."""
+        """Behave as `torch.Tensor.size`."""
         return self.shape if dim is None else self.shape[dim]
 
     def numel(self) -> int:
-        """As `torch.Tensor.numel`."""
+        """Behave as `torch.Tensor.numel`."""
         return self.shape.numel()
 
     def compute(self, function: _Function, *arrays: torch.Tensor) -> list[torch.Tensor]:
@@ -170,7 +170,7 @@ class LogitsInParts:
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
     ) -> torch.Tensor:
-        """As `torch.nn.functional.cross_entropy`, for labels of shape (tokens,), int64."""
+        """Compute `torch.nn.functional.cross_entropy` in parts, for labels of shape (tokens,), int64."""
 
         def part_loss(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
             return nn.functional.cross_entropy(
@@ -204,25 +204,25 @@ class LogitsInParts:
         return self._tensor
 
     def float(self) -> LogitsInParts:
-        """As `torch.Tensor.float`."""
+        """Behave as `torch.Tensor.float`."""
         return self._map(torch.Tensor.float)
 
     def contiguous(self) -> LogitsInParts:
-        """As `torch.Tensor.contiguous`."""
+        """Behave as `torch.Tensor.contiguous`."""
         return self._map(torch.Tensor.contiguous)
 
     def tanh(self) -> LogitsInParts:
-        """As `torch.Tensor.tanh`."""
+        """Behave as `torch.Tensor.tanh`."""
         return self._map(torch.Tensor.tanh)
 
     def to(self, *arguments: Any, **keywords: Any) -> Any:
-        """As `torch.Tensor.to`."""
+        """Behave as `torch.Tensor.to`."""
         if arguments in {(self.device,), (torch.float32,)} and not keywords:
             return self._map(lambda logits: logits.to(*arguments))
         return self.full_tensor().to(*arguments, **keywords)
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
-        """As `torch.Tensor.flatten`."""
+        """Behave as `torch.Tensor.flatten`."""
         start, end = start_dim % self.ndim, end_dim % self.ndim
         if end == self.ndim - 1:
             return self.full_tensor().flatten(start_dim, end_dim)
@@ -230,11 +230,11 @@ class LogitsInParts:
         return self._derive(states, self._compute_rows, lambda logits: logits.flatten(start, end))
 
     def view(self, *sizes: Any) -> Any:
-        """As `torch.Tensor.view`."""
+        """Behave as `torch.Tensor.view`."""
         return self._reshape("view", sizes)
 
     def reshape(self, *sizes: Any) -> Any:
-        """As `torch.Tensor.reshape`."""
+        """Behave as `torch.Tensor.reshape`."""
         return self._reshape("reshape", sizes)
 
     def __getitem__(self, index: Any) -> Any:

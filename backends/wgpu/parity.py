@@ -64,7 +64,7 @@ class ComparableProgram(CaptureRunner, Protocol):
         """Run the compiled program; return gradients by name, and the loss under ""."""
 
     def gradients_once(self, capture: Capture, batch: Batch, seed: int) -> dict[str, Array]:
-        """As `gradients_of`, with a temporary capture."""
+        """Compute one microbatch as `gradients_of`, with a temporary capture."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,12 +172,12 @@ def _comparison(k: KernelText, node: fx.Node, coords: Coordinates) -> str:
 def _comparison_type(node: fx.Node) -> Scalar:
     left_operand, right_operand = node.args
     assert isinstance(left_operand, fx.Node)
-    kinds = {scalar_of(left_operand)}
+    types = {scalar_of(left_operand)}
     if isinstance(right_operand, fx.Node):
-        kinds.add(scalar_of(right_operand))
+        types.add(scalar_of(right_operand))
     elif isinstance(right_operand, float):
-        kinds.add("f32")
-    return "f32" if "f32" in kinds else "i32"
+        types.add("f32")
+    return "f32" if "f32" in types else "i32"
 
 
 def _power(k: KernelText, node: fx.Node, coords: Coordinates) -> str:
