@@ -170,7 +170,7 @@ class LogitsInParts:
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
     ) -> torch.Tensor:
-        """Compute `torch.nn.functional.cross_entropy` in parts, for labels of shape (tokens,), int64."""
+        """Compute torch's `cross_entropy` in parts, for labels of shape (tokens,), int64."""
 
         def part_loss(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
             return nn.functional.cross_entropy(
