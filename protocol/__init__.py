@@ -1,4 +1,4 @@
-"""What both daemons agree on: run spec, manifest, frames, messages, tree algebra, exact update."""
+"""Definitions that both daemons share: run spec, manifest, frames, messages, tree, exact update."""
 
 __version__ = "0.1.0"
 

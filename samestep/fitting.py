@@ -339,7 +339,7 @@ def _document(
         microbatch = max(1, arguments.batch // 8)
     return {
         # By default no step waits for gradients to be written; settings={"log": "full"} writes
-        # them. A resumed run keeps its setting, whatever the default was.
+        # them. A resumed run keeps its setting, even if the default has changed.
         "log": "checkpoint" if existing_run is None else existing_run.spec.log,
         **_extra_keys(arguments.settings),
         "task": script.TASK,

@@ -32,7 +32,7 @@ class GeneratorStates:
     @staticmethod
     def now() -> GeneratorStates:
         """Read the current states."""
-        words: Any = np.random.get_state()  # noqa: NPY002 -- what scripts use
+        words: Any = np.random.get_state()  # noqa: NPY002 -- scripts use the global generator
         version, python_words, normal = random.getstate()
         return GeneratorStates(
             torch.initial_seed(),

@@ -47,7 +47,7 @@ class ServedDevice:
     """A copy of the original standard error, while output is held; else None."""
 
     def serve(self, failure: SamestepError | None = None) -> NoReturn:
-        """Compute what the worker requests, and end with the worker.
+        """Execute the worker's requests, and end with the worker.
 
         Args:
             failure: The error to raise when the worker requests the task; None: build the task.

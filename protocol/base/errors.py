@@ -112,7 +112,7 @@ class BackendUnavailable(Unreachable):
 
     Attributes:
         backend: The backend's name.
-        reason: Why, and what the user can do.
+        reason: The reason, and what the user can do.
     """
 
     def __init__(self, backend: str, reason: str) -> None:

@@ -18,7 +18,7 @@ SMALL_CHUNK_ELEMENTS: Final = 512 * KIB // 4
 """Smallest chunk of a block, except the last: receiving a frame and sending its average back costs
 the coordinator about 0.3 ms of processor time."""
 SCRIPT_BLOCK_ELEMENTS: Final = 512 * KIB // 4
-"""Usual size of a block of a user's own module, in float32 elements; part of its run's manifest."""
+"""Usual size of a block of a script's module, in float32 elements; it affects the manifest."""
 
 # Owners of chunks, and the links between them.
 PENDING_PEER_CONNECTIONS: Final = 8
@@ -61,7 +61,7 @@ SCRIPT_TIMEOUT_S: Final = 600.0
 user's own process took long."""
 SCRIPT_REPORT_INTERVAL_S: Final = 60.0
 LOOP_HOLD_MS: Final = 100
-"""Longest processor time of one callback in an event loop, which receives nothing meanwhile."""
+"""Longest processor time of one callback in an event loop: the loop receives no data meanwhile."""
 LOOP_WATCH_INTERVAL_MS: Final = 25
 LOOP_HOLD_REPORT_INTERVAL_S: Final = 10.0
 BULK_BYTES: Final = 128 * KIB

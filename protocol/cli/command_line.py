@@ -28,7 +28,7 @@ _REPEAT_WINDOW_S: Final = 1.0
 
 
 class Context(Protocol):
-    """The part of typer's context that is used here; this package does not import typer."""
+    """The part of typer's context that this package uses, without importing typer."""
 
     @property
     def command(self) -> Any:

@@ -289,13 +289,15 @@ def check_directory(check: str, path: Path, least_bytes: int, elsewhere: str) ->
         advice = f"let this user write there and make room, or choose another: {elsewhere}"
         yield failure(check, f"cannot write in {str(folder)!r}: {error.strerror or error}", advice)
         return
-    kind = _file_system(folder)
+    file_system = _file_system(folder)
     space = f"{name}: {byte_size(free)} free"
-    if kind == "tmpfs":
+    if file_system == "tmpfs":
         yield warning(check, f"{space}, in memory: gone after a restart", elsewhere)
-    elif kind in _SHARED_FILE_SYSTEMS:
+    elif file_system in _SHARED_FILE_SYSTEMS:
         yield warning(
-            check, f"{space}, on a {kind} mount: locks and syncs may not hold there", elsewhere
+            check,
+            f"{space}, on a {file_system} mount: locks and syncs may not hold there",
+            elsewhere,
         )
     elif free < least_bytes:
         little = f"less than {byte_size(least_bytes)} is little; make room, or {elsewhere}"

@@ -51,11 +51,11 @@ class _DroppingFile(io.FileIO):
             self._failed(error)
         return length
 
-    def _write(self, rest: memoryview) -> int:
-        """Write `rest`; return the number of bytes that could not be written."""
-        while rest and self._is_writable():
-            rest = rest[super().write(rest[: self._piece_bytes]) or 0 :]
-        return rest.nbytes
+    def _write(self, remaining: memoryview) -> int:
+        """Write `remaining`; return the number of bytes that could not be written."""
+        while remaining and self._is_writable():
+            remaining = remaining[super().write(remaining[: self._piece_bytes]) or 0 :]
+        return remaining.nbytes
 
     def _is_writable(self) -> bool:
         if not _DAEMON.is_set():

@@ -1,4 +1,4 @@
-"""How averages become new weights, and what decides the order of samples: update, replica, digests.
+"""Apply averages to the weights, and define the order of samples: update, replica, digests.
 
 Pure arithmetic. Imports `protocol.base`, `protocol.spec` and `protocol.exact.reduction`. Start with
 `update`, then `replica`.

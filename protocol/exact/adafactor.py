@@ -2,7 +2,8 @@
 
 The second moment is a mean for each row and one for each column; the update sums over whole
 tensors. Every machine applies the update to its whole replica, however gradients were averaged, so
-every machine has whole tensors. The order of every sum is stated here, and all sums are in float64.
+every machine has whole tensors. The order of every sum is defined below, and all sums are in
+float64.
 
     g = clipped gradient, n = row and column means of g^2 + eps, b = t^beta2_decay
     r += b (n_rows - r);  c += b (n_columns - c)           vectors: v += b (g^2 + eps - v)

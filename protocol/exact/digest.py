@@ -17,7 +17,8 @@ unsigned and little-endian, values are float32 and little-endian.
     state 1   label, u64 step, u64 optimizer step, u32 kinds, then for each kind in order:
               u32 name bytes, name, 32 bytes digest of the kind's tensors
 
-`label` is a fixed text, which separates digests of different kinds. "state 1" is the format for a
+A kind is a kind of state arrays (`replica.PartKind`), such as parameters. `label` is a fixed text,
+so that digests of different formats differ. "state 1" is the format for a
 run's initial state, and for every state in run directories that older releases wrote.
 """
 

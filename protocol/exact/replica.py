@@ -42,6 +42,7 @@ PartKind = Literal[
     "parameters", "first_moment", "second_moment", "third_moment", "factors", "average",
     "missed_updates",
 ]  # fmt: skip
+"""Kinds of state arrays: a state has one array of each of its kinds for each block."""
 
 _MOMENTS: Final[tuple[PartKind, ...]] = ("first_moment", "second_moment", "third_moment")
 FACTORS: Final = "factors"

@@ -1,6 +1,6 @@
 """Create a daemon's event loop, and measure how long callbacks block it.
 
-While a callback runs, the process receives nothing, not even a heartbeat or a halt. The watch wakes
+While a callback runs, the process receives no data, not even a heartbeat or a halt. The watch wakes
 at short intervals. Of the delay of a wake-up, only the processor time of the loop's own thread
 counts: a busy machine, or another thread that holds the GIL, delays the loop too, but is not the
 fault of a callback.

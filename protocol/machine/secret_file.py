@@ -71,7 +71,7 @@ def read_secret(path: Path) -> str | None:
     try:
         mode = os.fstat(fd).st_mode
         check_regular(mode, path)
-        # On Windows the mode does not say who may read.
+        # On Windows the mode does not show which users may read.
         if os.name == "posix" and mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise UsageError(
                 f"{str(path)!r} can be read by others (mode {stat.S_IMODE(mode):04o}); "

@@ -50,15 +50,17 @@ class SharedSegment:
         min_shared_bytes: Minimum length of a body in shared memory; shorter bodies use the socket.
 
     Args:
-        own: Memory that this side writes and the other side reads.
-        other: Memory that the other side writes and this side reads.
+        send_memory: Memory that this side writes and the other side reads.
+        receive_memory: Memory that the other side writes and this side reads.
         max_copied_bytes: Maximum size of the copies that wait to be read.
     """
 
-    def __init__(self, own: SharedMemory, other: SharedMemory, max_copied_bytes: int) -> None:
+    def __init__(
+        self, send_memory: SharedMemory, receive_memory: SharedMemory, max_copied_bytes: int
+    ) -> None:
         self.min_shared_bytes = MIN_SHARED_BYTES
-        self._own = own
-        self._other = other
+        self._send_memory = send_memory
+        self._receive_memory = receive_memory
         self._max_copied_bytes = max_copied_bytes
         self._mapped: dict[int, int] = {}
         self._mapped_bytes = 0
@@ -79,17 +81,17 @@ class SharedSegment:
         if self._copied_bytes + len(raw) > self._max_copied_bytes:
             return None
         self._copied_bytes += len(raw)
-        extent = self._own.put(np.frombuffer(raw, np.uint8))
-        return self._own.leased(extent, self._give_back_copy, np.uint8)
+        extent = self._send_memory.put(np.frombuffer(raw, np.uint8))
+        return self._send_memory.leased(extent, self._give_back_copy, np.uint8)
 
     def _give_back_copy(self, extent: Extent) -> None:
         self._copied_bytes -= extent.length
-        self._own.give_back(extent)
+        self._send_memory.give_back(extent)
 
     def lend(self, values: Bytes) -> int | None:
         """Return the offset of an array in this side's memory, and keep it until the other side
         returns it; None for an array elsewhere."""
-        extent = self._own.extent_of(values)
+        extent = self._send_memory.extent_of(values)
         if extent is None:
             return None
         self._lent[extent.offset] = values
@@ -117,12 +119,12 @@ class SharedSegment:
             OutOfOrder: The extent is outside the memory.
         """
         extent = Extent(offset, length)
-        self._other.check(extent)
-        return self._other.leased(extent, self._on_last_view, np.uint8)
+        self._receive_memory.check(extent)
+        return self._receive_memory.leased(extent, self._on_last_view, np.uint8)
 
     def _on_last_view(self, extent: Extent) -> None:
         if not self._keep_mapped(extent):
-            self._other.forget(extent)
+            self._receive_memory.forget(extent)
         self._unneeded.append(extent)
 
     def _keep_mapped(self, extent: Extent) -> bool:
@@ -154,9 +156,11 @@ class SegmentOwner:
     """The coordinator's memory file, which all its workers on this machine map."""
 
     def __init__(self) -> None:
-        self._own = SharedMemory(sealed=True, keep_bytes=limits.SEGMENT_AVERAGES_BYTES)
+        self._send_memory = SharedMemory(sealed=True, keep_bytes=limits.SEGMENT_AVERAGES_BYTES)
         self._averages_bytes = 0
-        self._readable = os.open(f"/proc/self/fd/{self._own.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        self._readable = os.open(
+            f"/proc/self/fd/{self._send_memory.fd}", os.O_RDONLY | os.O_CLOEXEC
+        )
 
     def new_worker_segment(self) -> tuple[SharedSegment, list[int]]:
         """Create the segment of a connection to a worker.
@@ -169,7 +173,7 @@ class SegmentOwner:
             OSError: There are no more descriptors.
         """
         copies = SharedMemory(sealed=True)
-        memory = SharedSegment(self._own, copies, limits.SEGMENT_COPIES_BYTES)
+        memory = SharedSegment(self._send_memory, copies, limits.SEGMENT_COPIES_BYTES)
         return memory, [self._readable, copies.fd]
 
     def allocate(self, elements: int) -> NDArray[np.float32] | None:
@@ -180,22 +184,22 @@ class SegmentOwner:
         """
         if self._averages_bytes + 4 * elements > limits.SEGMENT_AVERAGES_BYTES:
             return None
-        extent = self._own.new(4 * elements)
+        extent = self._send_memory.new(4 * elements)
         self._averages_bytes += extent.length
-        return self._own.leased(extent, self._give_back)
+        return self._send_memory.leased(extent, self._give_back)
 
     def _give_back(self, extent: Extent) -> None:
         self._averages_bytes -= extent.length
-        self._own.give_back(extent)
+        self._send_memory.give_back(extent)
 
     def trim(self) -> None:
         """Return unused memory to the system, for arrays of other sizes."""
-        self._own.trim()
+        self._send_memory.trim()
 
     def close(self) -> None:
         """Close the descriptors; mapped memory stays mapped."""
         os.close(self._readable)
-        self._own.close()
+        self._send_memory.close()
 
 
 def open_segment(descriptors: list[int]) -> SharedSegment | None:
@@ -210,12 +214,12 @@ def open_segment(descriptors: list[int]) -> SharedSegment | None:
         return None
     read_descriptor, write_descriptor = descriptors
     try:
-        other = SharedMemory(read_descriptor, writable=False)
+        receive_memory = SharedMemory(read_descriptor, writable=False)
     except OSError:
         os.close(write_descriptor)
         raise
-    other.close()
-    own = SharedMemory(write_descriptor)
-    segment = SharedSegment(own, other, limits.SEGMENT_SUMS_BYTES)
-    finalize(segment, own.close)
+    receive_memory.close()
+    send_memory = SharedMemory(write_descriptor)
+    segment = SharedSegment(send_memory, receive_memory, limits.SEGMENT_SUMS_BYTES)
+    finalize(segment, send_memory.close)
     return segment

@@ -1,7 +1,7 @@
-"""What workers compare of a script beyond its source: constants that it reads, and a first loss.
+"""Values of a script that workers compare besides its source: constants, and the first loss.
 
-The same script can train something else on another machine, because it reads an environment
-variable, a file or an argument there. The numerics profile cannot tell this from rounding.
+Environment variables, files and arguments can make the same script train something else on another
+machine. The numerics profile cannot distinguish this from rounding.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _Name = Annotated[str, Field(min_length=1, max_length=100, pattern=PRINTABLE)]
 class CrossCheck(BaseModel):
     """Values that differ if the same script trains something else on another machine.
 
-    Workers compare only what both have, so that a package of another version, whose layers have
-    other attributes, can take part.
+    Two workers compare only the values that both have, because the layers of another package
+    version may have other attributes.
 
     Attributes:
         constants: Constants that the user's functions and layers read, as text, by name.
@@ -42,8 +42,8 @@ class CrossCheck(BaseModel):
         """Describe the first difference; empty if there is none.
 
         Args:
-            other: The values of another worker or of today.
-            origin: Where this object's values are from, such as "on the run's first worker".
+            other: The values of another worker, or of the same script at a later start.
+            origin: The origin of this object's values, such as "on the run's first worker".
         """
         if other is None:
             return ""

@@ -460,7 +460,8 @@ class Manifest(_FrozenModel):
         return blake3(self._document({"cross_check"})).hexdigest()
 
     def differences(self, other: Manifest) -> list[str]:
-        """Name what must be equal and is not: digests, or else the shape of model and data."""
+        """Return the names of differing inputs, or of the model and data in general; empty if
+        equal."""
         if self.digest() == other.digest():
             return []
         names = self.digests.keys() | other.digests.keys()

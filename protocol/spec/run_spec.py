@@ -431,7 +431,7 @@ class TeacherLogitsRun(
     lacks=SECTIONS - {"model", "data", "tokenizer", "capture"}
     | {"optimizer", "exchange", "replicas", "epochs", "evaluate_every", "stop"},
 ):
-    """A teacher's logits are captured, once for each sample; nothing is trained."""
+    """Capture of a teacher's logits, once for each sample, without training."""
 
     task: Literal["teacher-logits"]
     model: TeacherModel

@@ -284,7 +284,7 @@ async def _in_abandoned_thread(work: Callable[[], list[Address]]) -> list[Addres
             outcome: list[Address] | Exception = work()
         except (OSError, UnicodeError) as error:
             outcome = error
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed: the caller no longer waits
             loop.call_soon_threadsafe(deliver, outcome)
 
     threading.Thread(target=run, name="name resolution", daemon=True).start()

@@ -430,7 +430,7 @@ class TlsTransport(asyncio.Transport):
             self._finish()
 
     def _write_bulk(self) -> None:
-        """In the writer thread: write until nothing is pending."""
+        """In the writer thread: write until no data is pending."""
         error: Exception | None = None
         try:
             while (buffer := self._next_buffer()) is not None:

@@ -59,7 +59,7 @@ _HARMLESS: Final = {
     ),
 }  # fmt: skip
 HARMLESS: Final = {name: reason for reason, names in _HARMLESS.items() for name in names}
-"""Arguments that have no effect on what is trained, with the reason."""
+"""Arguments that have no effect on training, each with the reason."""
 
 REFUSED: Final[dict[str, str]] = {
     "optim_target_modules": "leave it out: the update covers all trainable tensors",

@@ -58,7 +58,7 @@ def body_bytes(codec: Codec, elements: int) -> int:
 
 
 def project(values: Array, codec: Codec) -> Array:
-    """Round a flat array in place to what the codec can represent."""
+    """Round a flat array in place to values that the codec can represent, and return it."""
     match codec:
         case "float32":
             return values

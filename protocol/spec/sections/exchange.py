@@ -33,7 +33,7 @@ class Codecs(NamedTuple):
     """Encodings of a step's payloads.
 
     Attributes:
-        precision: Encoding of what workers send.
+        precision: Encoding of the sums that workers send.
         averages: Encoding of the averages that workers receive.
         sums: Precision to which every addition is rounded.
     """
@@ -78,7 +78,8 @@ class ExchangeSpec(Section):
 
     @property
     def codecs(self) -> Codecs:
-        """Encodings of gradients: sums have the precision of what workers send."""
+        """Encodings of gradients. Additions are rounded to the precision of the sums that workers
+        send."""
         return Codecs(self.precision, self.averages, sums=self.precision)
 
 

@@ -205,8 +205,8 @@ class ArithmeticSpec(Section):
     """Arithmetic of gradients: each device's own, or one convention for all.
 
     Canonical arithmetic gives the same bits on any CPU with any number of threads, and on every
-    Vulkan device that follows the convention. The convention fixes what devices differ in;
-    `worker devices` shows which one a device follows.
+    Vulkan device that follows the convention. The convention fixes the choices in which devices
+    differ; `worker devices` shows which one a device follows.
     """
 
     mode: Literal["native", "canonical"] = Field(

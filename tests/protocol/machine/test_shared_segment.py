@@ -180,12 +180,12 @@ def test_mapped_bytes_after_reading_are_limited(sides, monkeypatch):
     monkeypatch.setattr(limits, "SEGMENT_MAPPED_BYTES", HALF_BYTES)
     lender, listener, client = sides
     loans = [listener.lend(listener.copy(memoryview(bytes(HALF_BYTES)))) for _ in range(2)]
-    before = sum(mapped_bytes(lender._own.fd))
+    before = sum(mapped_bytes(lender._send_memory.fd))
     for _ in range(2):
         for loan in loans:
             client.borrow(loan, HALF_BYTES).max()
             gc.collect()
-    assert sum(mapped_bytes(lender._own.fd)) - before == HALF_BYTES
+    assert sum(mapped_bytes(lender._send_memory.fd)) - before == HALF_BYTES
 
 
 def test_unused_memory_returns_to_the_system(sides):
@@ -194,7 +194,7 @@ def test_unused_memory_returns_to_the_system(sides):
     used_part[:], unused[:] = 1, 1
     del unused
     gc.collect()
-    bytes_before = os.fstat(lender._own.fd).st_blocks * 512
+    bytes_before = os.fstat(lender._send_memory.fd).st_blocks * 512
     lender.trim()
-    assert os.fstat(lender._own.fd).st_blocks * 512 <= bytes_before - 1_200_000
+    assert os.fstat(lender._send_memory.fd).st_blocks * 512 <= bytes_before - 1_200_000
     assert used_part.tobytes() == np.ones(300_000, np.float32).tobytes()
