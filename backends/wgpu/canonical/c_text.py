@@ -2,8 +2,9 @@
 
 A kernel that uses only its invocation's number becomes one loop. Where the number is divided into
 coordinates, the loop is split at the row length, so that the compiler sees contiguous accesses. A
-kernel with workgroup memory is split at its barriers: each piece runs for a whole workgroup before
-the next piece starts, and a variable used in several pieces becomes an array over invocations.
+kernel with workgroup memory is split into sections at its barriers: each section runs for a whole
+workgroup before the next section starts, and a variable used in several sections becomes an array
+over invocations.
 
 Every sum is evaluated in the kernel's order. C is compiled without contraction; the convention
 defines `fma`.
@@ -463,12 +464,15 @@ class _Kernel:
             wide_indices=True,
             end="continue;",
         )
-        self.functions = _Printer(module.arrays, f"{name}_", function_names, frozenset(readers))
+        self.function_printer = _Printer(
+            module.arrays, f"{name}_", function_names, frozenset(readers)
+        )
 
     def text(self) -> str:
         """Print the kernel."""
         functions = [
-            self.functions.function(function) for function in _callees_first(self.module.functions)
+            self.function_printer.function(function)
+            for function in _callees_first(self.module.functions)
         ]
         linear = self._print_one_loop()
         body = linear if linear is not None else self._print_workgroups()
@@ -485,6 +489,7 @@ class _Kernel:
     # Kernels that use only the invocation's number.
 
     def _print_one_loop(self) -> list[str] | None:
+        """Print the kernel as one loop; None if it uses more than its invocation's number."""
         body = self.body
         if not body or not isinstance(body[0], Declare) or _has_barrier(body):
             return None
@@ -521,6 +526,7 @@ class _Kernel:
         return body, ""
 
     def _print_rows(self, body: Sequence[Statement], number: str, row: int) -> Iterator[str]:
+        """Print a loop over rows of length `row`, and in it a loop over columns."""
         yield f"for (usize v_row = low / {row}u; v_row * {row}u < high; v_row++) {{"
         yield f"usize from = v_row * {row}u < low ? low - v_row * {row}u : 0;"
         yield f"usize to = high - v_row * {row}u < {row}u ? high - v_row * {row}u : {row}u;"
@@ -532,6 +538,7 @@ class _Kernel:
     # Kernels with workgroup memory.
 
     def _print_workgroups(self) -> list[str]:
+        """Print the kernel as a loop over workgroups."""
         lines = ["for (usize at = first; at < last; at++) {"]
         lines += [
             "const u32 group_x = at % groups_x; const u32 group_z = at / groups_x / groups_y;"
@@ -542,14 +549,14 @@ class _Kernel:
         return [*lines, "}"]
 
     def _print_lockstep(self, body: Sequence[Statement]) -> list[str]:
-        """Print statements that all invocations of a workgroup execute, piece by piece."""
+        """Print statements that all invocations of a workgroup execute, section by section."""
         lines: list[str] = []
-        piece: list[Statement] = []
+        section: list[Statement] = []
 
         def close() -> None:
-            if piece:
-                lines.extend(self._print_piece(piece))
-                piece.clear()
+            if section:
+                lines.extend(self._print_section(section))
+                section.clear()
 
         shared_names = self._shared_variables(body)
         for statement in body:
@@ -562,7 +569,7 @@ class _Kernel:
                 close()
                 lines.append(lines_of)
                 self.printer.lanes.add(statement.name)
-                piece.append(statement)
+                section.append(statement)
                 continue
             if isinstance(statement, Barrier):
                 close()
@@ -570,15 +577,15 @@ class _Kernel:
                 close()
                 lines += self._print_collective(statement)
             else:
-                piece.append(statement)
+                section.append(statement)
         close()
         return lines
 
     def _shared_variables(self, body: Sequence[Statement]) -> set[str]:
-        """Return the variables that several pieces may read: all if there are several pieces, else
-        none."""
-        has_pieces = any(isinstance(x, Barrier) or self._is_collective(x) for x in body)
-        return {x.name for x in body if isinstance(x, Declare)} if has_pieces else set()
+        """Return the variables that several sections may read: all if there are several
+        sections, else none."""
+        has_sections = any(isinstance(x, Barrier) or self._is_collective(x) for x in body)
+        return {x.name for x in body if isinstance(x, Declare)} if has_sections else set()
 
     def _is_uniform(self, node: Declare) -> bool:
         if node.is_mutable or node.value is None:
@@ -678,16 +685,16 @@ class _Kernel:
             "}",
         ]  # fmt: skip
 
-    def _print_piece(self, piece: Sequence[Statement]) -> list[str]:
-        """Print the code of one piece as a loop over invocations."""
-        names = _names(piece)
+    def _print_section(self, section: Sequence[Statement]) -> list[str]:
+        """Print the code of one section as a loop over invocations."""
+        names = _names(section)
         lines = [f"for (usize lane = 0; lane < {self.width}u; lane++) {{"]
         if "local" in names or "local_x" in names:
             lines.append("const usize local_x = lane; (void)local_x;")
         if "number" in names:
             lines.append(f"const usize number_x = group_x * {self.width}u + lane;")
             lines.append("const usize number_y = group_y; (void)number_x; (void)number_y;")
-        lines += self.printer.statements(piece)
+        lines += self.printer.statements(section)
         return [*lines, "}"]
 
 
