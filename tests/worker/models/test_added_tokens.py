@@ -17,7 +17,7 @@ from protocol.spec.run_spec import parse_run_spec
 from tests.commands import run_command
 from tests.small_chat import conversation, save_chat_model, write_jsonl
 from tests.small_sequences import PAIRS, save_encoder_decoders
-from tests.worker.tasks.test_classify import export, moved_values
+from tests.worker.tasks.test_classify import export, perturbed_values
 from worker.results.merge import merge
 from worker.results.saved_model import find_saved_model
 from worker.tasks.registry import build
@@ -120,7 +120,7 @@ def test_result_in_transformers_has_the_loss_of_the_run(bases, tmp_path, base, l
     assert set(ids) <= {*batch_ids.reshape(-1).tolist()}
     parameters = dict(task.trainable.module.named_parameters())
     tensors = {name: torch.tensor(array) for name, array in batch.arrays.items()}
-    values = moved_values(task)
+    values = perturbed_values(task)
     with torch.no_grad():
         for block, array in zip(task.manifest.blocks, values, strict=True):
             for tensor, elements in block.slices():
@@ -195,7 +195,7 @@ def gradients(task: Any, backend: Any) -> dict[str, Any]:
     """Return a microbatch's gradients by tensor name, and its loss."""
     batch = task.batch([0, 1])
     program = backend.compile(task.trainable, batch)
-    program.load(moved_values(task))
+    program.load(perturbed_values(task))
     items = [*program.gradients([(batch, 0)])]
     program.close()
     flat = {item.block: item.values for item in items if isinstance(item, BlockGradient)}
@@ -227,7 +227,7 @@ def test_vulkan_gradients_of_rows_equal_torch(bases, base):
 def test_every_command_reads_a_result_with_added_tokens(bases, tmp_path):
     pytest.importorskip("gguf")
     task = build(spec_of(bases, "tied", {"r": 2}))
-    result_directory = export(task, moved_values(task), tmp_path)
+    result_directory = export(task, perturbed_values(task), tmp_path)
     process = run_command(
         "worker", "generate", str(result_directory), f"What is{TEXT}?", "--max-tokens", "4"
     )
@@ -244,7 +244,7 @@ def test_every_command_reads_a_result_with_added_tokens(bases, tmp_path):
     assert tokens.contents()[-3:] == ADDED_TOKENS
     task = build(spec_of(bases, "bert", {"r": 2}))
     (tmp_path / "bert").mkdir()
-    result_directory = export(task, moved_values(task), tmp_path / "bert")
+    result_directory = export(task, perturbed_values(task), tmp_path / "bert")
     process = run_command("worker", "classify", str(result_directory), f"1 plus 1{TEXT}", "--json")
     assert process.returncode == 0, process.stderr
     merged = run_command(

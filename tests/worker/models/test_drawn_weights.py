@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import safetensors.numpy
 import torch
@@ -16,6 +15,7 @@ from backends.base.interface import Array
 from protocol.base.errors import DataError
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 from tests.small_chat import conversation, save_chat_tokenizer, write_jsonl
+from tests.worker.tasks.test_classify import perturbed_values
 from worker.results.load import load
 from worker.results.merge import merge
 from worker.results.saved_model import find_saved_model
@@ -65,14 +65,6 @@ def spec_of(task: str, source: Path, directory: Path, **changes: Any) -> RunSpec
     })  # fmt: skip
 
 
-def moved_values(task: Task) -> list[Array]:
-    rng = np.random.default_rng(0)
-    return [
-        values + 0.05 * rng.standard_normal(len(values)).astype(np.float32)
-        for values in task.initial_parameters()
-    ]
-
-
 def export(task: Task, values: list[Array], directory: Path) -> Path:
     """Save as the coordinator does, and load the values into the task's own module."""
     plan = task.manifest.export
@@ -111,7 +103,7 @@ def test_a_drawn_pooler_is_saved_with_the_adapter(tmp_path):
     source = save_masked_lm(tmp_path / "model")
     task = build(spec_of("classify", source, tmp_path))
     assert "drawn_as_the_checkpoint_lacks[bert.pooler.dense]" in task.manifest.notes
-    adapter = export(task, moved_values(task), tmp_path / "adapter")
+    adapter = export(task, perturbed_values(task), tmp_path / "adapter")
     peft_logits = logits_in_peft(
         transformers.AutoModelForSequenceClassification, source, adapter, num_labels=2
     )
@@ -127,7 +119,7 @@ def test_drawn_head_is_saved_with_the_adapter(tmp_path, base_dtype):
     model = {"source": str(source), "base_dtype": base_dtype}
     task = build(spec_of("causal-lm", source, tmp_path, model=model))
     assert "drawn_as_the_checkpoint_lacks[lm_head]" in task.manifest.notes
-    adapter = export(task, moved_values(task), tmp_path / "adapter")
+    adapter = export(task, perturbed_values(task), tmp_path / "adapter")
     loaded_result = load(find_saved_model(adapter), None)
     assert loaded_result.base_digest == task.manifest.digests["base_weights"]
     if base_dtype == "float32":

@@ -13,7 +13,7 @@ from protocol.spec.files.adapter import adapter_config, check_lora
 from protocol.spec.run_spec import parse_run_spec
 from protocol.spec.sections.model import BaseDtype
 from tests.small_chat import conversation, save_chat_model, write_jsonl
-from tests.worker.tasks.test_classify import export, moved_values
+from tests.worker.tasks.test_classify import export, perturbed_values
 from worker.results.merge import merge
 from worker.results.saved_model import find_saved_model
 from worker.tasks.registry import build
@@ -59,7 +59,7 @@ def check_loss_in_peft(task: Any, base: Path, result_directory: Path, batch: Any
     parameters = dict(task.trainable.module.named_parameters())
     arrays = {name: torch.tensor(array) for name, array in batch.arrays.items()}
     with torch.no_grad():
-        for block, values in zip(task.manifest.blocks, moved_values(task), strict=True):
+        for block, values in zip(task.manifest.blocks, perturbed_values(task), strict=True):
             for tensor, elements in block.slices():
                 parameters[tensor.name].copy_(torch.tensor(values[elements].reshape(tensor.shape)))
         run_loss = float(task.trainable.loss(task.trainable.module.eval(), arrays))
@@ -80,7 +80,7 @@ def check_loss_in_peft(task: Any, base: Path, result_directory: Path, batch: Any
 def test_adapter_in_peft_has_the_loss_of_the_run(directory, tmp_path, options):
     spec = spec_of(directory, **options)
     task = build(spec)
-    result_directory = export(task, moved_values(task), tmp_path)
+    result_directory = export(task, perturbed_values(task), tmp_path)
     check_loss_in_peft(task, directory / "model", result_directory, task.batch([0, 1]))
     merge(find_saved_model(result_directory), None, tmp_path / "merged")  # merge compares logits
     check_lora(result_directory, adapter_config(result_directory), spec.lora)
@@ -148,7 +148,7 @@ def test_training_with_a_quantized_base_equals_peft(directory, mixture, tmp_path
     name, base, options = QUANTIZED_CASES[case]
     model_directory = directory if name == "model" else mixture
     task = build(spec_of(model_directory, name, base=base, **options))
-    values, batch = moved_values(task), task.batch([0, 1])
+    values, batch = perturbed_values(task), task.batch([0, 1])
     result_directory = export(task, values, tmp_path)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         model_directory / name, attn_implementation="eager", dtype=torch.float32
@@ -269,7 +269,7 @@ def mixture(directory, tmp_path_factory) -> Path:
 def test_adapter_of_expert_parameters_has_the_loss_of_the_run(mixture, tmp_path):
     task = build(spec_of(mixture, "experts", target_parameters=EXPERTS))
     assert any("experts" in t.name for block in task.manifest.blocks for t in block.tensors)
-    result_directory = export(task, moved_values(task), tmp_path)
+    result_directory = export(task, perturbed_values(task), tmp_path)
     check_loss_in_peft(task, mixture / "experts", result_directory, task.batch([0, 1]))
     merge(find_saved_model(result_directory), None, tmp_path / "merged")
 

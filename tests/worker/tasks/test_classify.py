@@ -71,11 +71,11 @@ def export(task: Task, values: list[Array], target: Path) -> Path:
     return directory
 
 
-def moved_values(task: Task) -> list[Array]:
-    """Return initial values plus noise, which make every tensor matter."""
+def perturbed_values(task: Task, deviation: float = 0.05) -> list[Array]:
+    """Return the initial values plus noise, so that every tensor affects the results."""
     rng = np.random.default_rng(0)
     return [
-        values + 0.05 * rng.standard_normal(len(values)).astype(np.float32)
+        values + deviation * rng.standard_normal(len(values)).astype(np.float32)
         for values in task.initial_parameters()
     ]
 
@@ -135,7 +135,7 @@ def test_exported_adapter_gives_the_same_logits_in_peft(task, tmp_path):
 
     from protocol.spec.files.sources import model_source
 
-    values = moved_values(task)
+    values = perturbed_values(task)
     program = choose("cpu").backend.compile(task.trainable, task.batch([0, 1]))
     program.load(values)
     batch = task.evaluation_batch(0)
@@ -171,7 +171,7 @@ def test_full_training_trains_every_tensor_and_the_export_loads(tiny, texts, tmp
 
     task = build(spec_of(texts, source=tiny))
     assert [b.name for b in task.manifest.blocks] == ["embeddings", "layer.0", "layer.1", "head"]
-    values = moved_values(task)
+    values = perturbed_values(task)
     program = choose("cpu").backend.compile(task.trainable, task.batch([0, 1]))
     program.load(values)
     program.close()
@@ -309,7 +309,7 @@ def test_result_predicts_as_measured_in_the_run(tiny, texts, tmp_path, lora):
     task = build(spec)
     values = [
         values + 0.5 * offsets
-        for values, offsets in zip(moved_values(task), moved_values(task), strict=True)
+        for values, offsets in zip(perturbed_values(task), perturbed_values(task), strict=True)
     ]
     directory = export(task, values, tmp_path)
     backend = choose("cpu").backend
@@ -354,7 +354,7 @@ def text_of(task: Task, sample: int) -> str:
 def test_result_requires_its_own_base(tiny, texts, tmp_path):
     base = copy_model(tiny, tmp_path / "base")
     task = build(spec_of(texts, source=str(base), lora=LoraSpec(r=2)))
-    directory = export(task, moved_values(task), tmp_path)
+    directory = export(task, perturbed_values(task), tmp_path)
     backend = choose("cpu").backend
     assert len(list(classify(directory, ["hello"], lambda: backend))) == 1
     weights = safetensors.numpy.load_file(base / "model.safetensors")
@@ -480,7 +480,7 @@ def test_other_families_with_detected_targets(config, tiny, texts, tmp_path):
     task = build(spec_of(texts, source=str(source), lora=LoraSpec(r=2)))
     names = [block.name for block in task.manifest.blocks]
     assert names[:2] == ["layer.0", "layer.1"]
-    values = moved_values(task)
+    values = perturbed_values(task)
     program = choose("cpu").backend.compile(task.trainable, task.batch([0, 1]))
     program.load(values)
     batch = task.evaluation_batch(0)

@@ -18,6 +18,7 @@ from protocol.base.errors import DataError, RunSpecError
 from protocol.spec.files.run_spec_file import load_run_spec
 from tests.commands import run_command
 from tests.small_chat import CHATML, preference_pair, write_dpo_run, write_jsonl
+from tests.worker.tasks.test_classify import perturbed_values
 from worker.models.tokens import IGNORED_LABEL
 from worker.tasks.language.dpo import Dpo
 from worker.tasks.registry import build
@@ -33,14 +34,6 @@ def task(spec) -> Dpo:
     task = build(spec)
     assert isinstance(task, Dpo)
     return task
-
-
-def moved_values(task: Dpo) -> list[Any]:
-    rng = np.random.default_rng(0)
-    return [
-        values + 0.1 * rng.standard_normal(len(values)).astype(np.float32)
-        for values in task.initial_parameters()
-    ]
 
 
 def test_only_the_last_answers_count(task):
@@ -121,7 +114,7 @@ def test_dropout_of_the_base_makes_no_preference(tmp_path):
 
     program.load(task.initial_parameters())
     assert loss_of(3) == pytest.approx(2 * np.log(2), rel=1e-6)
-    program.load(moved_values(task))
+    program.load(perturbed_values(task, 0.1))
     assert loss_of(3) != loss_of(4)
     program.close()
 
@@ -135,7 +128,7 @@ def test_loss_equals_trl(task, spec):
     import peft
     import transformers
 
-    values, batch = moved_values(task), task.batch([0, 1, 2, 3])
+    values, batch = perturbed_values(task, 0.1), task.batch([0, 1, 2, 3])
     program = EagerBackend("cpu").compile(task.trainable, batch)
     program.load(values)
     *blocks, loss = program.gradients([(batch, 3)])
@@ -179,7 +172,7 @@ def test_loss_equals_trl(task, spec):
 
 
 def test_the_loss_adds_up_over_pairs(task):
-    values = moved_values(task)
+    values = perturbed_values(task, 0.1)
     program = EagerBackend("cpu").compile(task.trainable, task.batch([0, 1]))
     program.load(values)
     joint_sums = program.evaluate(task.batch([0, 1, 2]))

@@ -15,7 +15,7 @@ from protocol.datasets.data_check import check_data
 from protocol.spec.manifest import Metric, pair_sums
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 from tests.commands import run_command
-from tests.worker.tasks.test_classify import export, moved_values
+from tests.worker.tasks.test_classify import export, perturbed_values
 from worker.results_cli import format_value
 from worker.tasks.labels.class_counts import label_metrics, label_sums
 from worker.tasks.registry import build, view_data
@@ -58,7 +58,7 @@ def test_loss_and_scores_equal_transformers(tiny, rows, tmp_path, data):
     import transformers
 
     task = build(spec_of(tiny, rows, **data))
-    values = moved_values(task)
+    values = perturbed_values(task)
     result_directory = export(task, values, tmp_path)
     batch = task.batch(range(5))
     program = choose("cpu").backend.compile(task.trainable, batch)
@@ -151,7 +151,7 @@ def test_correlations_equal_scipy():
 @pytest.mark.parametrize("data", [MULTI, {**NUMBER, **PAIRS}], ids=str)
 def test_a_result_labels_new_texts(tiny, rows, tmp_path, lora, data):
     task = build(spec_of(tiny, rows, lora, **data))
-    result_directory = export(task, moved_values(task), tmp_path)
+    result_directory = export(task, perturbed_values(task), tmp_path)
     texts = ["cat and dog", "3 of dog"]
     completed = run_command("worker", "classify", str(result_directory), *texts, "--json")
     assert completed.returncode == 0, completed.stderr
@@ -181,11 +181,11 @@ def test_standardized_numbers_are_reported_in_original_units(tiny, tmp_path):
     train = task.batch(range(task.manifest.train_samples)).arrays["labels"]
     assert train.mean() == pytest.approx(0, abs=1e-6)
     assert train.std() == pytest.approx(1)
-    result_directory = export(task, moved_values(task), tmp_path)
+    result_directory = export(task, perturbed_values(task), tmp_path)
     mean, deviation = json.loads((result_directory / "samestep.json").read_text())["scale"]
     part = task.evaluation_batch(0)
     program = choose("cpu").backend.compile(task.trainable, part)
-    program.load(moved_values(task))
+    program.load(perturbed_values(task))
     sums = dict(program.evaluate(part))
     program.close()
     texts = [ROWS[row]["text"] for row in part.arrays["rows"].tolist()]

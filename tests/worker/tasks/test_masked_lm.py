@@ -12,7 +12,7 @@ from protocol.base.errors import DataError
 from protocol.spec.run_spec import parse_run_spec
 from tests.commands import run_command
 from tests.small_sequences import save_encoder_decoders
-from tests.worker.tasks.test_classify import export, moved_values
+from tests.worker.tasks.test_classify import export, perturbed_values
 from worker.tasks.registry import build
 
 
@@ -50,12 +50,12 @@ def test_loss_equals_transformers(model, text, tmp_path, lora):
     import transformers
 
     task: Any = build(spec_of(model, text, lora=lora))
-    result_directory = export(task, moved_values(task), tmp_path)
+    result_directory = export(task, perturbed_values(task), tmp_path)
     batch = task.drawn_batch(range(6), 1)
     parameters = dict(task.trainable.module.named_parameters())
     tensors = {name: torch.tensor(array) for name, array in batch.arrays.items()}
     with torch.no_grad():
-        for block, values in zip(task.manifest.blocks, moved_values(task), strict=True):
+        for block, values in zip(task.manifest.blocks, perturbed_values(task), strict=True):
             for tensor, elements in block.slices():
                 parameters[tensor.name].copy_(torch.tensor(values[elements].reshape(tensor.shape)))
         run_loss = float(task.trainable.loss(task.trainable.module.eval(), tensors)) / batch.weight

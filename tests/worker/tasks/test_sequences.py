@@ -14,7 +14,7 @@ from protocol.datasets.data_check import check_data
 from protocol.spec.run_spec import RunSpec, parse_run_spec
 from tests.commands import run_command
 from tests.small_sequences import PAIRS, TAGGED_ROWS, save_encoder_decoders
-from tests.worker.tasks.test_classify import export, moved_values
+from tests.worker.tasks.test_classify import export, perturbed_values
 from worker.data.sequence_data import encode_words
 from worker.tasks.labels.tag import span_metrics, span_sums, spans
 from worker.tasks.language.rouge import NAMES, rouge
@@ -63,7 +63,7 @@ def test_seq2seq_has_the_loss_and_the_answers_of_transformers(
     base = encoder_decoders[family]
     rows = write_rows(tmp_path / "pairs.jsonl", PAIRS)
     task = build(spec_of("seq2seq", base, rows, lora=lora))
-    values, batch = moved_values(task), task.batch(range(4))
+    values, batch = perturbed_values(task), task.batch(range(4))
     module = with_values(task, values)
     tensors = {name: torch.tensor(array) for name, array in batch.arrays.items()}
     (tmp_path / "out").mkdir()
@@ -111,7 +111,7 @@ def test_seq2seq_metrics_use_the_targets_of_transformers(encoder_decoders, tmp_p
     rows = write_rows(tmp_path / "pairs.jsonl", PAIRS)
     data = {"holdout": 0.4, "max_tokens": 64, "generate_tokens": 6}
     task = build(spec_of("seq2seq", encoder_decoders[family], rows, lora=lora, data=data))
-    module = with_values(task, moved_values(task))
+    module = with_values(task, perturbed_values(task))
     tokenizer = transformers.AutoTokenizer.from_pretrained(encoder_decoders[family])
     part = task.evaluation_batch(0)
     tensors = {name: torch.tensor(array) for name, array in part.arrays.items()}
@@ -167,7 +167,7 @@ def test_tag_loss_equals_transformers_and_tags_new_words(tiny, tmp_path, lora):
     task = build(spec_of("tag", tiny, rows, lora=lora))
     names = [metric.name for metric in task.manifest.metrics]
     assert names == ["f1", "accuracy", "f1[LOC]", "f1[PER]"]
-    values, batch = moved_values(task), task.batch(range(5))
+    values, batch = perturbed_values(task), task.batch(range(5))
     module = with_values(task, values)
     tensors = {name: torch.tensor(array) for name, array in batch.arrays.items()}
     assert task.trainable.loss is not None
