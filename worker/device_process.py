@@ -75,7 +75,7 @@ class DeviceProcess:
 
         The worker frees the copy.
         """
-        extent = self._device_memory.new(values.nbytes)
+        extent = self._device_memory.allocate(values.nbytes)
         copy: Array = self._device_memory.array(extent)
         if copy_finite(values.reshape(-1), copy):
             return copy
@@ -112,7 +112,7 @@ def main(
     keep_freed_memory()
     process = DeviceProcess(
         Pipe(socket.socket(fileno=pipe_fd)),
-        SharedMemory(worker_memory_fd, writable=False),
+        SharedMemory(worker_memory_fd, is_writable=False),
         SharedMemory(device_memory_fd),
     )
 

@@ -45,8 +45,8 @@ class SharedMemory:
 
     Args:
         fd: Descriptor of an existing memory file; None creates one.
-        writable: Whether this process may write to it.
-        sealed: Whether to forbid truncation: reading past a truncated end kills the process.
+        is_writable: Whether this process may write to it.
+        is_sealed: Whether to forbid truncation: reading past a truncated end kills the process.
         keep_bytes: Freed memory to keep for new arrays; the pages of the rest return to the system.
     """
 
@@ -54,40 +54,40 @@ class SharedMemory:
         self,
         fd: int | None = None,
         *,
-        writable: bool = True,
-        sealed: bool = False,
+        is_writable: bool = True,
+        is_sealed: bool = False,
         keep_bytes: int = _SPAN_BYTES,
     ) -> None:
         if fd is None:
-            fd = os.memfd_create("samestep", os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING * sealed))
+            fd = os.memfd_create("samestep", os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING * is_sealed))
             try:
                 os.ftruncate(fd, _SPAN_BYTES)
             except OSError:  # a limit on file sizes, such as ulimit -f
                 os.close(fd)
                 raise
-        if sealed:
+        if is_sealed:
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         self.fd = fd
-        access = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+        access = mmap.PROT_READ | mmap.PROT_WRITE if is_writable else mmap.PROT_READ
         try:
             self._map = mmap.mmap(fd, _SPAN_BYTES, mmap.MAP_SHARED, access)
         except OSError:  # a limit on the address space, such as ulimit -v
             os.close(fd)
             raise
         self._map.madvise(mmap.MADV_DONTDUMP)
-        self._writable = writable
+        self._is_writable = is_writable
         self._whole = np.frombuffer(self._map, np.uint8)
         self._start = self._whole.ctypes.data
         self._lock = threading.Lock()
         self._end = 0
         self._free: dict[int, list[int]] = {}
-        self._given_back: deque[Extent] = deque()
+        self._freed_extents: deque[Extent] = deque()
         self._single_use_offsets: set[int] = set()
         self._keep_bytes = keep_bytes
         self._free_bytes = 0
 
-    def new(self, length: int) -> Extent:
+    def allocate(self, length: int) -> Extent:
         """Allocate an unused extent of a number of bytes.
 
         Raises:
@@ -116,8 +116,8 @@ class SharedMemory:
     def _collect_freed(self) -> None:
         """Process extents that finalizers have freed; a finalizer may run anywhere, so it takes no
         lock."""
-        while self._given_back:
-            freed = self._given_back.popleft()
+        while self._freed_extents:
+            freed = self._freed_extents.popleft()
             is_single_use = freed.offset in self._single_use_offsets
             if is_single_use or self._free_bytes + freed.length > self._keep_bytes:
                 self._single_use_offsets.discard(freed.offset)
@@ -129,7 +129,7 @@ class SharedMemory:
     def give_back(self, extent: Extent) -> None:
         """Free an extent; thread-safe, and safe in finalizers."""
         size = max(1, -(-extent.length // _PAGE_BYTES)) * _PAGE_BYTES
-        self._given_back.append(Extent(extent.offset, size))
+        self._freed_extents.append(Extent(extent.offset, size))
 
     def check(self, extent: Extent) -> None:
         """Check an extent that another process has sent.
@@ -140,7 +140,7 @@ class SharedMemory:
         if extent.offset % 4 or extent.offset + extent.length > _SPAN_BYTES:
             raise OutOfOrder(f"expected an extent of shared memory, got {extent}")
 
-    def forget(self, extent: Extent) -> None:
+    def drop_pages(self, extent: Extent) -> None:
         """Drop pages that this process has read, so that they no longer count as its memory."""
         start = -(-extent.offset // _PAGE_BYTES) * _PAGE_BYTES
         length = (extent.offset + extent.length - start) // _PAGE_BYTES * _PAGE_BYTES
@@ -156,7 +156,7 @@ class SharedMemory:
         view: NDArray[Any] = self._whole[extent.offset : extent.offset + extent.length].view(dtype)
         return view
 
-    def leased(
+    def lease(
         self, extent: Extent, give_back: Any, dtype: type[np.generic] = np.float32
     ) -> NDArray[Any]:
         """Return an extent as a flat array; `give_back(extent)` is called once its last view is
@@ -171,10 +171,10 @@ class SharedMemory:
             is_single_use: Whether its pages then return to the system, because no array of this
                 size will follow.
         """
-        extent = self.new(4 * elements)
+        extent = self.allocate(4 * elements)
         if is_single_use:
             self._single_use_offsets.add(extent.offset)
-        return self.leased(extent, self.give_back)
+        return self.lease(extent, self.give_back)
 
     def extent_of(self, values: NDArray[Any]) -> Extent | None:
         """Return the extent of a contiguous array; None if it is elsewhere in memory."""
@@ -182,9 +182,9 @@ class SharedMemory:
         is_inside = 0 <= offset < _SPAN_BYTES and values.flags.c_contiguous
         return Extent(offset, values.nbytes) if is_inside else None
 
-    def put(self, values: NDArray[Any]) -> Extent:
+    def store(self, values: NDArray[Any]) -> Extent:
         """Copy a flat array into a new extent."""
-        extent = self.new(values.nbytes)
+        extent = self.allocate(values.nbytes)
         np.copyto(self.array(extent, values.dtype.type), values)
         return extent
 
@@ -205,7 +205,7 @@ class _Lease:
         self._owner = owner  # the mapping outlives its views
         array_dtype = np.dtype(dtype)
         self.__array_interface__ = {
-            "data": (start + extent.offset, not owner._writable),  # noqa: SLF001 -- one file, one idea
+            "data": (start + extent.offset, not owner._is_writable),  # noqa: SLF001 -- of the same file
             "shape": (extent.length // array_dtype.itemsize,),
             "typestr": array_dtype.str,
             "version": 3,

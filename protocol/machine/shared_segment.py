@@ -81,8 +81,8 @@ class SharedSegment:
         if self._copied_bytes + len(raw) > self._max_copied_bytes:
             return None
         self._copied_bytes += len(raw)
-        extent = self._send_memory.put(np.frombuffer(raw, np.uint8))
-        return self._send_memory.leased(extent, self._give_back_copy, np.uint8)
+        extent = self._send_memory.store(np.frombuffer(raw, np.uint8))
+        return self._send_memory.lease(extent, self._give_back_copy, np.uint8)
 
     def _give_back_copy(self, extent: Extent) -> None:
         self._copied_bytes -= extent.length
@@ -120,11 +120,11 @@ class SharedSegment:
         """
         extent = Extent(offset, length)
         self._receive_memory.check(extent)
-        return self._receive_memory.leased(extent, self._on_last_view, np.uint8)
+        return self._receive_memory.lease(extent, self._on_last_view, np.uint8)
 
     def _on_last_view(self, extent: Extent) -> None:
         if not self._keep_mapped(extent):
-            self._receive_memory.forget(extent)
+            self._receive_memory.drop_pages(extent)
         self._unneeded.append(extent)
 
     def _keep_mapped(self, extent: Extent) -> bool:
@@ -156,7 +156,7 @@ class SegmentOwner:
     """The coordinator's memory file, which all its workers on this machine map."""
 
     def __init__(self) -> None:
-        self._send_memory = SharedMemory(sealed=True, keep_bytes=limits.SEGMENT_AVERAGES_BYTES)
+        self._send_memory = SharedMemory(is_sealed=True, keep_bytes=limits.SEGMENT_AVERAGES_BYTES)
         self._averages_bytes = 0
         self._readable = os.open(
             f"/proc/self/fd/{self._send_memory.fd}", os.O_RDONLY | os.O_CLOEXEC
@@ -172,7 +172,7 @@ class SegmentOwner:
         Raises:
             OSError: There are no more descriptors.
         """
-        copies = SharedMemory(sealed=True)
+        copies = SharedMemory(is_sealed=True)
         memory = SharedSegment(self._send_memory, copies, limits.SEGMENT_COPIES_BYTES)
         return memory, [self._readable, copies.fd]
 
@@ -184,9 +184,9 @@ class SegmentOwner:
         """
         if self._averages_bytes + 4 * elements > limits.SEGMENT_AVERAGES_BYTES:
             return None
-        extent = self._send_memory.new(4 * elements)
+        extent = self._send_memory.allocate(4 * elements)
         self._averages_bytes += extent.length
-        return self._send_memory.leased(extent, self._give_back)
+        return self._send_memory.lease(extent, self._give_back)
 
     def _give_back(self, extent: Extent) -> None:
         self._averages_bytes -= extent.length
@@ -214,7 +214,7 @@ def open_segment(descriptors: list[int]) -> SharedSegment | None:
         return None
     read_descriptor, write_descriptor = descriptors
     try:
-        receive_memory = SharedMemory(read_descriptor, writable=False)
+        receive_memory = SharedMemory(read_descriptor, is_writable=False)
     except OSError:
         os.close(write_descriptor)
         raise

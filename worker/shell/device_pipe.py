@@ -260,9 +260,9 @@ def report_codec(memory: SharedMemory, freed_extents: deque[Extent] | None = Non
     extents = deque[Extent]() if freed_extents is None else freed_extents
 
     def write(values: Values) -> Extent:
-        return memory.extent_of(values) or memory.put(values)
+        return memory.extent_of(values) or memory.store(values)
 
     def read(location: Any, dtype: np.dtype[Any]) -> Values:
-        return memory.leased(Extent(*location), extents.append, dtype.type)
+        return memory.lease(Extent(*location), extents.append, dtype.type)
 
     return Codec(events.GroupReport, write, read)

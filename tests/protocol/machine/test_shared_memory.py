@@ -18,11 +18,11 @@ from protocol.machine.shared_memory import SharedMemory
 
 def test_shared_memory_is_read_by_another_process():
     memory = SharedMemory()
-    extent = memory.put(np.arange(5000, dtype=np.float32))
+    extent = memory.store(np.arange(5000, dtype=np.float32))
     program = (
         "import sys; from protocol.machine.shared_memory import Extent, SharedMemory\n"
         "fd, *extent = map(int, sys.argv[1:])\n"
-        "print(SharedMemory(fd, writable=False).array(Extent(*extent)).sum())"
+        "print(SharedMemory(fd, is_writable=False).array(Extent(*extent)).sum())"
     )
     completed = subprocess.run(
         [sys.executable, "-P", "-c", program, str(memory.fd), *map(str, extent)],
@@ -76,7 +76,7 @@ def test_lack_of_memory_gives_a_one_line_error_with_a_remedy(monkeypatch, refuse
 
         monkeypatch.setattr(os, "posix_fallocate", no_space)
     with pytest.raises(SharedMemoryFull) as error_info:
-        SharedMemory().new(2 * limits.MIB)
+        SharedMemory().allocate(2 * limits.MIB)
     text = str(error_info.value)
     assert "\n" not in text
     assert "close other programs" in text
