@@ -39,8 +39,9 @@ def test_capture_and_reading_are_timed(tmp_path):
     measurement = capture.capture({**TEACHER, "data": data}, tmp_path)
     assert len(measurement.step_ms) >= 2
     assert measurement.tokens == 4 * 16 * 32, "steps x samples x tokens"
-    logits_bytes = 8 * (2 + 2) + 2 * 4  # number and float16 logit of each, two log-sum-exps
-    # Besides, the token's number and mask, and its part of the sample's number and length.
+    # For each of 8 logits a token number and a float16 value; two log-sum-exps in float32.
+    logits_bytes = 8 * (2 + 2) + 2 * 4
+    # The other bytes are the input token, its mask, and a part of the sample's header.
     assert logits_bytes < measurement.token_bytes < logits_bytes + 8
     reading = capture.time_reading(STUDENT, capture.logits_in(tmp_path))
     assert 0 < reading.share < 1

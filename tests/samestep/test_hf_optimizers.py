@@ -31,6 +31,7 @@ def _any_port(monkeypatch):
 
 
 def assert_same(trainer, stock) -> None:
+    """Assert that two Trainers have equal losses and weights, up to rounding."""
     assert losses(trainer) == pytest.approx(losses(stock), rel=1e-5)
     parameters = dict(trainer.model.named_parameters())
     for name, tensor in stock.model.named_parameters():

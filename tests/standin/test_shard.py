@@ -18,17 +18,26 @@ _ENGINE_S = 10
 
 
 def start_ranks(
-    cluster, folder: Path, environments: list[dict[str, str]], *, busy: Hold | None = None
+    cluster, folder: Path, environments: list[dict[str, str]], *, rank_0_hold: Hold | None = None
 ) -> list[Process]:
-    """Start two ranks with one card and environment each; their errors go to files in the folder.
+    """Start two ranks, each with a card; their standard error goes to files in the folder.
 
-    With `busy`, rank 0 pauses there within a step.
+    Args:
+        cluster: The cluster whose coordinator they join.
+        folder: The folder for the files `rank-0` and `rank-1`.
+        environments: The environment of each rank.
+        rank_0_hold: If set, rank 0 pauses within a step until the hold is released.
     """
     port = str(free_ports(1)[0])
+
+    def module_of(rank: int) -> list[str]:
+        if rank == 0 and rank_0_hold is not None:
+            return ["tests.busy_rank", str(rank_0_hold.port)]
+        return ["tests.one_rank"]
+
     ranks = [
         start(
-            *(["tests.one_rank"] if busy is None or rank else ["tests.busy_rank", str(busy.port)]),
-            str(rank), "2", port, "--coordinator", cluster.address["data"],
+            *module_of(rank), str(rank), "2", port, "--coordinator", cluster.address["data"],
             "--name", "cards", "--backend", "accelerator", "--shard", "--retry-for", "5",
             environment=environment,
             stderr=folder / f"rank-{rank}",
@@ -57,7 +66,7 @@ def test_ranks_use_only_their_cards_and_have_the_digest_of_a_cpu(tmp_path, envir
         (file,) = folder.glob(f"rank-{rank}-*")
         lines = file.read_text().splitlines()
         assert {line.partition(" ")[0] for line in lines} == {f"{standin.NAME}:{rank}"}, lines
-        assert len(lines) > 1, "the engine's thread, the device's, autograd's"
+        assert len(lines) > 1, "the threads of the engine, the device and autograd"
 
 
 @pytest.mark.parametrize("broken_rank", [0, 1])
@@ -85,7 +94,7 @@ def test_lost_coordinator_ends_both_ranks_during_a_computation(tmp_path, environ
     run = run_file(tmp_path, FROZEN.replace("steps: 4", "steps: 400"))
     hold = Hold()
     with Cluster(tmp_path / "cards", "--expect-workers", "1", "--run", run) as cluster:
-        ranks = start_ranks(cluster, tmp_path, [environment] * 2, busy=hold)
+        ranks = start_ranks(cluster, tmp_path, [environment] * 2, rank_0_hold=hold)
         hold.wait_until_paused()
         cluster.coordinator.kill()
         cluster.coordinator.wait()
