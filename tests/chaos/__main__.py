@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.machine import describe, print_table
-from tests.chaos.campaign import Outcome, run_campaign, table
+from tests.chaos.campaign import Outcome, fault_table, run_campaign
 from tests.chaos.plan import Size
 
 _STEP_S: Final = 0.1
@@ -54,7 +54,9 @@ def main() -> None:
     size = size_for(
         options.minutes, options.coordinator_kills, options.worker_kills, options.stalls
     )
-    print(f"seed {options.seed}: {size.steps} steps, {size.kinds.total()} faults; {describe()}")
+    print(
+        f"seed {options.seed}: {size.steps} steps, {size.fault_counts.total()} faults; {describe()}"
+    )
     with tempfile.TemporaryDirectory() as name:
         directory = options.keep or Path(name)
         outcome = run_campaign(
@@ -69,7 +71,7 @@ def main() -> None:
 
 
 def _print(outcome: Outcome) -> None:
-    print_table(*table(outcome))
+    print_table(*fault_table(outcome))
     print(f"steps committed {outcome.steps}, repeated {outcome.repeated_commits}; "
           f"a step without faults takes {outcome.step_s:.3f} s")  # fmt: skip
     print(
@@ -77,8 +79,8 @@ def _print(outcome: Outcome) -> None:
         f"interrupted checkpoints {outcome.interrupted_checkpoints}; "
         f"chunks assigned to owners {outcome.owner_assignments} times"
     )
-    seconds, kind, step = outcome.slowest
-    print(f"slowest: {kind} in step {step}, {seconds:.2f} s")
+    seconds, fault_type, step = outcome.slowest
+    print(f"slowest: {fault_type}, until the commit of step {step}, {seconds:.2f} s")
     print(f"{outcome.wall_s:.0f} s from the first commit to the end; load {os.getloadavg()[0]:.1f}")
     print(f"weights digest {outcome.weights_digest} and all losses: those of the undisturbed run")
     print(f"audit: {outcome.audit}")

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from coordinator.service.events import EventLoopBlocked
 from protocol.spec.run_spec import LogMode
-from tests.chaos.plan import Fault, Kind, Size, draw_faults, run_document
+from tests.chaos.plan import Fault, FaultType, Size, draw_faults, run_document
 from tests.chaos.processes import Coordinator, Stuck, Worker
 from tests.processes import run_to_end
 
@@ -32,8 +32,8 @@ class Outcome:
     """The measurements and results of a campaign.
 
     Attributes:
-        seconds: Seconds from each fault to the next commit, by kind.
-        slowest: The slowest of these: seconds, kind of fault, step in progress.
+        seconds: Seconds from each fault to the next commit, by type.
+        slowest: The slowest of these: seconds, type of fault, next committed step.
         step_s: Median time between commits without a fault between them.
         steps: Steps committed.
         repeated_commits: Commits of steps that had already been reported as committed.
@@ -47,7 +47,7 @@ class Outcome:
         audit: Last line of the audit's output.
     """
 
-    seconds: dict[Kind, list[float]] = field(default_factory=dict)
+    seconds: dict[FaultType, list[float]] = field(default_factory=dict)
     slowest: tuple[float, str, int] = (0.0, "", 0)
     step_s: float = 0.0
     steps: int = 0
@@ -161,9 +161,10 @@ class _Campaign:
         time.sleep(fault.delay_s)  # no event marks the middle of a step
         at_s, start = self._inject(fault)
         commit = self.coordinator.commit_after(at_s, start)
-        self.outcome.seconds.setdefault(fault.kind, []).append(commit.at_s - at_s)
+        self.outcome.seconds.setdefault(fault.fault_type, []).append(commit.at_s - at_s)
         self.outcome.slowest = max(
-            self.outcome.slowest, (commit.at_s - at_s, fault.kind.value, commit.fields["step"])
+            self.outcome.slowest,
+            (commit.at_s - at_s, fault.fault_type.value, commit.fields["step"]),
         )
         self._fault_intervals.append((at_s, commit.at_s))
 
@@ -184,27 +185,27 @@ class _Campaign:
     def _inject(self, fault: Fault) -> tuple[float, int]:
         """Apply the fault; return its time, and the event index to search from."""
         coordinator = self.coordinator
-        match fault.kind:
-            case Kind.COORDINATOR | Kind.CHECKPOINT | Kind.BOTH:
+        match fault.fault_type:
+            case FaultType.COORDINATOR | FaultType.CHECKPOINT | FaultType.BOTH:
                 event_count = len(coordinator.events)
-                if fault.kind is Kind.CHECKPOINT:
+                if fault.fault_type is FaultType.CHECKPOINT:
                     self._ask_for_checkpoint(fault)
                 at_s = coordinator.kill()
-                if fault.kind is Kind.BOTH:
+                if fault.fault_type is FaultType.BOTH:
                     self._replace(self._pick(fault))
-                if fault.kind is Kind.CHECKPOINT and not any(
+                if fault.fault_type is FaultType.CHECKPOINT and not any(
                     event.name == "checkpoint" for event in coordinator.events[event_count:]
                 ):
                     self.outcome.interrupted_checkpoints += 1
                 start = len(coordinator.events)
                 coordinator.start()
                 return at_s, start
-            case Kind.WORKER:
+            case FaultType.WORKER:
                 start = len(coordinator.events)
                 return self._replace(self._pick(fault)), start
-            case Kind.STALL | Kind.LONG_STALL:
+            case FaultType.STALL | FaultType.LONG_STALL:
                 return self._stall(self._pick(fault), fault.stall_s)
-            case Kind.DRAIN:
+            case FaultType.DRAIN:
                 worker = self._pick(fault)
                 at_s, start = time.time(), len(coordinator.events)
                 worker.drain()
@@ -281,7 +282,7 @@ class _Campaign:
 
 def _has_left_cleanly(worker: Worker, code: int) -> bool:
     """Return whether a worker with this exit code has left cleanly. A worker without output may
-    have received the signal before Python could handle it."""
+    have received the signal before its handler was installed."""
     return code == 0 or (code == -signal.SIGTERM and not worker.output_end())
 
 
@@ -299,11 +300,11 @@ def _undisturbed_gaps(
     gaps: list[tuple[float, float]], disturbances: list[tuple[float, float]]
 ) -> list[float]:
     """Return the lengths of gaps that overlap no disturbance; both lists are sorted."""
-    quiet_gaps, position = [], 0
+    quiet_gaps, index = [], 0
     for start, end in gaps:
-        while position < len(disturbances) and disturbances[position][1] <= start:
-            position += 1
-        if position == len(disturbances) or disturbances[position][0] >= end:
+        while index < len(disturbances) and disturbances[index][1] <= start:
+            index += 1
+        if index == len(disturbances) or disturbances[index][0] >= end:
             quiet_gaps.append(end - start)
     return quiet_gaps
 
@@ -328,14 +329,14 @@ def _audit(run: Path) -> str:
     return completed.stdout.strip().splitlines()[-1]
 
 
-def table(outcome: Outcome) -> tuple[list[str], list[list[str]]]:
-    """Return the header and rows: faults by kind, and seconds to the next commit."""
+def fault_table(outcome: Outcome) -> tuple[list[str], list[list[str]]]:
+    """Return the header and rows: faults by type, and seconds to the next commit."""
     head = ["fault", "times", "median s", "worst s"]
-    seconds: Mapping[Kind, list[float]] = outcome.seconds
+    seconds: Mapping[FaultType, list[float]] = outcome.seconds
     rows = [
-        [kind.value, str(len(seconds[kind])),
-         f"{median(seconds[kind]):.2f}", f"{max(seconds[kind]):.2f}"]
-        for kind in Kind
-        if kind in seconds
+        [fault_type.value, str(len(seconds[fault_type])),
+         f"{median(seconds[fault_type]):.2f}", f"{max(seconds[fault_type]):.2f}"]
+        for fault_type in FaultType
+        if fault_type in seconds
     ]  # fmt: skip
     return head, rows

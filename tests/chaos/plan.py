@@ -1,4 +1,4 @@
-"""Draw the faults of a chaos run and their times from one seed."""
+"""The faults of a chaos run and their times, drawn from one seed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Final
 from protocol.spec.run_spec import LogMode
 
 _FIRST_STEP: Final = 3
-_CALM_STEPS: Final = 30
+_FINAL_STEPS: Final = 30
 """Steps without faults at the end, so that the last victims return before the run ends."""
 _WITHIN_STEP_S: Final = 0.12
 """A fault follows a commit by at most this, so it can hit any part of a step."""
@@ -21,8 +21,8 @@ _LONG_STALL_S: Final = (9.0, 11.0)
 """Longer than a connection may be silent, so the worker loses it and reconnects."""
 
 
-class Kind(Enum):
-    """Kind of a fault; the value is its name in the table."""
+class FaultType(Enum):
+    """Type of a fault; the value is its name in the table."""
 
     COORDINATOR = "coordinator killed"
     CHECKPOINT = "coordinator killed while it saves a checkpoint"
@@ -38,14 +38,14 @@ class Fault:
     """A fault and its time.
 
     Attributes:
-        kind: Its kind.
+        fault_type: Type of the fault.
         after_step: Steps committed before the fault, at least one of them since the last fault.
         delay_s: Time between that commit and the fault.
-        victim: The worker that it hits, as a fraction of their number.
+        victim: Index of the affected worker, as a fraction of the number of workers.
         stall_s: How long a stopped worker stays stopped.
     """
 
-    kind: Kind
+    fault_type: FaultType
     after_step: int
     delay_s: float
     victim: float
@@ -54,7 +54,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Steps of a run, and the number of faults of each group.
+    """Number of steps of a run, and of its faults.
 
     Every sixth kill of the coordinator also kills a worker, and every sixth happens while a
     checkpoint is written. Every fifth stall is a long one.
@@ -67,31 +67,31 @@ class Size:
     drains: int
 
     @property
-    def kinds(self) -> Counter[Kind]:
-        """Number of faults of each kind."""
+    def fault_counts(self) -> Counter[FaultType]:
+        """Number of faults of each type."""
         sixth = self.coordinator_kills // 6
         return Counter(
             {
-                Kind.COORDINATOR: self.coordinator_kills - 2 * sixth,
-                Kind.CHECKPOINT: sixth,
-                Kind.BOTH: sixth,
-                Kind.WORKER: self.worker_kills,
-                Kind.STALL: self.stalls - self.stalls // 5,
-                Kind.LONG_STALL: self.stalls // 5,
-                Kind.DRAIN: self.drains,
+                FaultType.COORDINATOR: self.coordinator_kills - 2 * sixth,
+                FaultType.CHECKPOINT: sixth,
+                FaultType.BOTH: sixth,
+                FaultType.WORKER: self.worker_kills,
+                FaultType.STALL: self.stalls - self.stalls // 5,
+                FaultType.LONG_STALL: self.stalls // 5,
+                FaultType.DRAIN: self.drains,
             }
         )
 
 
 def draw_faults(seed: int, size: Size) -> list[Fault]:
     """Return the faults in order, at random steps."""
-    source = random.Random(seed)
-    kinds = list(size.kinds.elements())
-    source.shuffle(kinds)
-    last = size.steps - _CALM_STEPS
-    assert last > _FIRST_STEP + len(kinds), "a fault needs a step"
-    steps = sorted(source.randrange(_FIRST_STEP, last) for _ in kinds)
-    return [_fault(source, kind, step) for kind, step in zip(kinds, steps, strict=True)]
+    rng = random.Random(seed)
+    fault_types = list(size.fault_counts.elements())
+    rng.shuffle(fault_types)
+    end_step = size.steps - _FINAL_STEPS
+    assert end_step > _FIRST_STEP + len(fault_types), "a run needs a step for each fault"
+    steps = sorted(rng.randrange(_FIRST_STEP, end_step) for _ in fault_types)
+    return [_draw_fault(rng, *pair) for pair in zip(fault_types, steps, strict=True)]
 
 
 def run_document(
@@ -118,17 +118,17 @@ def run_document(
     }
 
 
-def count_kinds(faults: Sequence[Fault]) -> Counter[Kind]:
-    """Return the number of faults of each kind."""
-    return Counter(fault.kind for fault in faults)
+def count_faults(faults: Sequence[Fault]) -> Counter[FaultType]:
+    """Return the number of faults of each type."""
+    return Counter(fault.fault_type for fault in faults)
 
 
-def _fault(source: random.Random, kind: Kind, step: int) -> Fault:
-    long = kind is Kind.LONG_STALL
+def _draw_fault(rng: random.Random, fault_type: FaultType, step: int) -> Fault:
+    is_long = fault_type is FaultType.LONG_STALL
     return Fault(
-        kind=kind,
+        fault_type=fault_type,
         after_step=step,
-        delay_s=source.uniform(0.0, _WITHIN_STEP_S),
-        victim=source.random(),
-        stall_s=source.uniform(*(_LONG_STALL_S if long else _STALL_S)),
+        delay_s=rng.uniform(0.0, _WITHIN_STEP_S),
+        victim=rng.random(),
+        stall_s=rng.uniform(*(_LONG_STALL_S if is_long else _STALL_S)),
     )

@@ -10,19 +10,19 @@ import pytest
 
 from protocol.base import limits
 from tests.chaos.campaign import run_campaign
-from tests.chaos.plan import Kind, Size, count_kinds, draw_faults
+from tests.chaos.plan import FaultType, Size, count_faults, draw_faults
 
 SIZE = Size(steps=130, coordinator_kills=6, worker_kills=4, stalls=5, drains=1)
-"""The smallest size that contains every kind."""
+"""The smallest size that contains every type of fault."""
 LARGER_SIZE = Size(steps=400, coordinator_kills=12, worker_kills=24, stalls=10, drains=4)
 
 
-def test_a_plan_follows_from_its_seed_and_has_every_kind():
+def test_a_plan_follows_from_its_seed_and_has_every_type_of_fault():
     faults = draw_faults(7, SIZE)
     assert faults == draw_faults(7, SIZE)
     assert faults != draw_faults(8, SIZE)
-    assert count_kinds(faults) == SIZE.kinds
-    assert set(SIZE.kinds) == set(Kind)
+    assert count_faults(faults) == SIZE.fault_counts
+    assert set(SIZE.fault_counts) == set(FaultType)
     assert all(0 < fault.after_step < SIZE.steps for fault in faults)
 
 
@@ -31,13 +31,15 @@ def test_a_plan_follows_from_its_seed_and_has_every_kind():
 @pytest.mark.parametrize(
     ("size", "sharded"),
     [(SIZE, False), (LARGER_SIZE, False), (SIZE, True)],
-    ids=["least", "more", "sharded"],
+    ids=["smallest", "larger", "sharded"],
 )
-def test_faults_of_every_kind_leave_no_trace_in_the_result(tmp_path, request, size, sharded):
+def test_faults_of_every_type_do_not_change_the_result(tmp_path, request, size, sharded):
     seed = int(request.config.getoption("randomly_seed", default=1)) % 2**32
     outcome = run_campaign(tmp_path, seed, size, keep_log=True, fresh=False, sharded=sharded)
     assert outcome.starts == 1 + size.coordinator_kills
-    assert {kind: len(times) for kind, times in outcome.seconds.items()} == dict(size.kinds)
+    assert {fault_type: len(times) for fault_type, times in outcome.seconds.items()} == dict(
+        size.fault_counts
+    )
     assert "sound" in outcome.audit
     assert (outcome.owner_assignments > size.worker_kills) == sharded
     assert outcome.loop_held_ms < 5 * limits.LOOP_HOLD_MS  # a busy machine slows everything down

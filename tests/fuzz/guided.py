@@ -1,6 +1,6 @@
 """Coverage-guided fuzzing of the readers, for any length of time: `python -m tests.fuzz.guided`.
 
-Needs the extra `fuzz` (atheris, with libFuzzer). The first byte of an input chooses the side, the
+Needs the extra `fuzz` (atheris, with libFuzzer). The first byte of an input selects the role, the
 phase and whether the rest is raw bytes or a tag, a header and a body, which are assembled into a
 frame; raw bytes would never pass the checksum. All other options are libFuzzer's. A finding is
 written to crash-HASH; with this file as argument, the command reproduces it.
@@ -20,20 +20,20 @@ with atheris.instrument_imports(include=["protocol", "worker"], enable_loader_ov
     from protocol.base.errors import RemoteProtocolError
     from protocol.wire import frames
     from protocol.wire.connection import Phase
-    from tests.fuzz.handshakes import STATES, connection, legal_frames
+    from tests.fuzz.handshakes import STATES, connect_until, legal_frames
     from tests.fuzz.mutations import join_frame, split_frame
 
 _RAW: Final = 1
 
 
-def input_of(state_index: int, frame: bytes) -> bytes:
-    """Return the input from which `frame_of` makes this frame."""
+def encode_input(state_index: int, frame: bytes) -> bytes:
+    """Return the input from which `feed_reader` assembles this frame."""
     tag, header, body = split_frame(frame)
     return bytes([state_index << 1, tag]) + len(header).to_bytes(2, "big") + header + body
 
 
-def frame_of(data: bytes) -> bytes:
-    """Assemble tag, header length, header and body with a valid checksum."""
+def assemble_frame(data: bytes) -> bytes:
+    """Return a frame with a valid checksum from tag, header length, header and body."""
     length = int.from_bytes(data[1:3], "big") % (limits.HEADER_BYTES + 1)
     header = data[3 : 3 + length]
     return join_frame(data[0] if data else 0, header, data[3 + length :][: limits.BODY_BYTES])
@@ -45,8 +45,8 @@ def feed_reader(data: bytes) -> None:
     if not data:
         return
     role, phase = STATES[(data[0] >> 1) % len(STATES)]
-    reader = connection(role, phase)
-    stream = data[1:] if data[0] & _RAW else frame_of(data[1:])
+    reader = connect_until(role, phase)
+    stream = data[1:] if data[0] & _RAW else assemble_frame(data[1:])
     try:
         reader.receive_data(stream)
     except RemoteProtocolError:
@@ -61,7 +61,7 @@ def write_seeds(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for index, (role, phase) in enumerate(STATES):
         for number, data in enumerate(legal_frames(role, phase)):
-            (directory / f"{role}-{phase.value}-{number}").write_bytes(input_of(index, data))
+            (directory / f"{role}-{phase.value}-{number}").write_bytes(encode_input(index, data))
 
 
 def main() -> None:

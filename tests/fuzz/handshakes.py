@@ -18,8 +18,8 @@ from protocol.wire.connection import (
     EncodedMessage,
     Phase,
     Role,
+    encode,
 )
-from protocol.wire.connection import encode as encoded
 from protocol.wire.messages import Hello, PeerHello, PeerWelcome, Welcome
 from tests.message_samples import BLOCKS, EXAMPLES, frame, join_buffers
 
@@ -37,7 +37,7 @@ class Handshake(NamedTuple):
     welcome: EncodedMessage
 
 
-def handshake(first: type[Hello | PeerHello], last: type[Welcome | PeerWelcome]) -> Handshake:
+def make_handshake(first: type[Hello | PeerHello], last: type[Welcome | PeerWelcome]) -> Handshake:
     """Return a handshake with valid proofs from both sides."""
     secret, hello = new_key(), EXAMPLES[first]
     assert isinstance(hello, Hello | PeerHello)
@@ -45,12 +45,12 @@ def handshake(first: type[Hello | PeerHello], last: type[Welcome | PeerWelcome])
     challenge = exchange.challenge(secret)
     proof = answer_challenge(hello, challenge, _CERTIFICATE, secret)
     exchange.check_worker(secret, proof)
-    return Handshake(*(encoded(message) for message in (hello, challenge, proof, EXAMPLES[last])))
+    return Handshake(*(encode(message) for message in (hello, challenge, proof, EXAMPLES[last])))
 
 
-_HANDSHAKES = dict.fromkeys(("coordinator", "worker"), handshake(Hello, Welcome)) | dict.fromkeys(
-    ("listener", "client"), handshake(PeerHello, PeerWelcome)
-)
+_HANDSHAKES = dict.fromkeys(
+    ("coordinator", "worker"), make_handshake(Hello, Welcome)
+) | dict.fromkeys(("listener", "client"), make_handshake(PeerHello, PeerWelcome))
 _LEGAL_MESSAGES = {
     "coordinator": FROM_WORKER, "worker": FROM_COORDINATOR, "listener": FROM_CLIENT,
     "client": FROM_LISTENER,
@@ -61,7 +61,7 @@ STATES: list[tuple[Role, Phase]] = [
 """Roles and phases in which a peer may send at least one message."""
 
 
-def connection(role: Role, phase: Phase) -> Connection:
+def connect_until(role: Role, phase: Phase) -> Connection:
     """Return one side of a connection whose handshake has reached `phase`."""
     reader = Connection(role)
     is_client = role in ("worker", "client")
@@ -80,5 +80,5 @@ def connection(role: Role, phase: Phase) -> Connection:
 
 def legal_frames(role: Role, phase: Phase) -> list[bytes]:
     """Return one frame of each message that the peer may send in this phase."""
-    kinds = sorted(_LEGAL_MESSAGES[role][phase], key=lambda kind: kind.tag)
-    return [frame(EXAMPLES[kind]) for kind in kinds]
+    message_types = sorted(_LEGAL_MESSAGES[role][phase], key=lambda message_type: message_type.tag)
+    return [frame(EXAMPLES[message_type]) for message_type in message_types]

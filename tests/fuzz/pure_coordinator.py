@@ -1,6 +1,6 @@
-"""A coordinator's logic in memory, whose surroundings answer at once.
+"""A coordinator's logic in memory, whose actions complete immediately.
 
-Connection, run, journal writer and replica are the product's. There are no disk, threads or
+Connection, run, journal lines and replica are production code. There are no disk, threads or
 sockets.
 """
 
@@ -23,7 +23,7 @@ from protocol.wire.messages import (
     Ready,
     StateChunk,
 )
-from tests.fuzz.handshakes import connection
+from tests.fuzz.handshakes import connect_until
 from tests.message_samples import join_buffers
 
 
@@ -60,14 +60,14 @@ class PureCoordinator:
         """Connect a member, to a new run or a continued one; return the bytes that it receives."""
         if self.run.phase is RunPhase.OVER:
             self._begin()
-        self._connection: Connection = connection("coordinator", Phase.OPEN)
+        self._connection: Connection = connect_until("coordinator", Phase.OPEN)
         self._connection.blocks = None
         self._outbox = bytearray()
         self.is_open, self._is_subscribed = True, False
         if self.run.phase is RunPhase.HALTED:
             self._step(inputs.ContinueRun())
         self._step(inputs.WorkerAvailable("m"))
-        return self._take()
+        return self._take_output()
 
     def feed(self, data: bytes) -> bytes:
         """Deliver the member's bytes; return the bytes that it receives."""
@@ -77,7 +77,7 @@ class PureCoordinator:
                     self._receive(received)
         except RemoteProtocolError as error:
             self._disconnect(str(error))
-        return self._take()
+        return self._take_output()
 
     def hang_up(self) -> None:
         """Close the member's end."""
@@ -93,7 +93,7 @@ class PureCoordinator:
         self.is_open = False
         self._step(inputs.WorkerGone("m", reason))
 
-    def _take(self) -> bytes:
+    def _take_output(self) -> bytes:
         output = bytes(self._outbox)
         self._outbox.clear()
         return output

@@ -1,4 +1,4 @@
-"""A worker's logic with a device that answers at once: connection, session and replica only."""
+"""A worker's connection, session and replica, with a device whose actions complete immediately."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from protocol.spec.run_spec import RunSpec
 from protocol.wire.connection import Phase, encode
 from protocol.wire.messages import Welcome
 from tests.exchanging_session import ExchangingSession
-from tests.fuzz.handshakes import connection
+from tests.fuzz.handshakes import connect_until
 from tests.message_samples import EXAMPLES, join_buffers
 from worker.logic import actions as act
 from worker.logic import events
@@ -35,7 +35,7 @@ class PureWorker:
         self.is_open = True
         self._built = built
         self._initial = initial
-        self._connection = connection("worker", Phase.OPEN)
+        self._connection = connect_until("worker", Phase.OPEN)
         self._connection.blocks = None
         self._replica = Replica(built.manifest.blocks, spec.optimizer)
         self._session = ExchangingSession()
@@ -49,19 +49,19 @@ class PureWorker:
         try:
             for message, body in self._connection.receive_data(data):
                 if self.is_open:
-                    self._do(self._session.receive(message, body))
+                    self._perform(self._session.receive(message, body))
         except RemoteProtocolError:
             self.is_open = False
         output = bytes(self._outbox)
         self._outbox.clear()
         return output
 
-    def _do(self, actions: Sequence[act.Action]) -> None:
+    def _perform(self, actions: Sequence[act.Action]) -> None:
         for action in actions:
-            for event in self._device(action):
-                self._do(self._session.result(event))
+            for event in self._execute(action):
+                self._perform(self._session.result(event))
 
-    def _device(self, action: act.Action) -> list[events.Event]:
+    def _execute(self, action: act.Action) -> list[events.Event]:
         match action:
             case act.Transmit():
                 if self.is_open:

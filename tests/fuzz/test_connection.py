@@ -16,7 +16,7 @@ import pytest
 from protocol.base import limits
 from protocol.base.errors import FrameError, RemoteProtocolError
 from protocol.wire.connection import Connection, Phase
-from tests.fuzz.handshakes import STATES, connection, legal_frames
+from tests.fuzz.handshakes import STATES, connect_until, legal_frames
 from tests.fuzz.mutations import MUTATIONS
 from tests.message_samples import EXAMPLES, frame
 from tests.resident_memory import MIB, measured_growth
@@ -29,7 +29,7 @@ READ_SIZES = (1, 3, 18, 100, *[70_000] * 12)
 each_role_and_phase = pytest.mark.parametrize(
     ("role", "phase"),
     STATES,
-    ids=lambda each: each if isinstance(each, str) else each.value,
+    ids=lambda value: value if isinstance(value, str) else value.value,
 )
 COMBINATION_COUNT = len(STATES) * len(MUTATIONS)
 
@@ -65,7 +65,9 @@ def count_parsed_messages(role, phase, frames_per_mutation):
             rng = random.Random(number)
             data = mutation(rng, peer_frames)
             try:
-                count = count_messages(connection(role, phase), data + rng.choice(peer_frames), rng)
+                count = count_messages(
+                    connect_until(role, phase), data + rng.choice(peer_frames), rng
+                )
             except Exception as error:
                 raise AssertionError(f"{mutation.__name__}, seed {number}: {data!r}") from error
             parsed_counts[mutation.__name__] += count
@@ -74,7 +76,7 @@ def count_parsed_messages(role, phase, frames_per_mutation):
 
 @each_role_and_phase
 @pytest.mark.parametrize(
-    "frames",
+    "frames",  # in all tests together, the same number for each role, phase and mutation
     [
         pytest.param(20_016, id="20,000"),
         pytest.param(200_016, marks=pytest.mark.slow, id="200,000"),
@@ -96,7 +98,7 @@ def test_broken_frames_raise_protocol_errors_in_constant_memory(role, phase, fra
 @each_role_and_phase
 def test_long_conversation_does_not_grow_memory(role, phase):
     """Read many legal frames, then garbage."""
-    reader = connection(role, phase)
+    reader = connect_until(role, phase)
     heartbeat = frame(EXAMPLES[next(k for k in EXAMPLES if k.__name__ == "Heartbeat")])
     with measured_growth() as growth:
         if phase is Phase.OPEN:

@@ -1,4 +1,4 @@
-"""An authenticated coordinator sends broken frames: the connection may end, and nothing else.
+"""An authenticated coordinator sends broken frames: only the connection may end.
 
 A worker trusts its coordinator with the computation, but its process must survive.
 """
@@ -24,14 +24,15 @@ from worker.logic.events import Built
 
 SEED = int(os.environ.get("SAMESTEP_FUZZ_SEED", "0"))
 MEMORY_GROWTH_BYTES = 32 * MIB
-COMMON_FRAMES = [frame(EXAMPLES[kind]) for kind in (Heartbeat, Goodbye, Halt)]
+COMMON_FRAMES = [frame(EXAMPLES[each]) for each in (Heartbeat, Goodbye, Halt)]
 MAX_FRAMES = 32
 """More frames than a coordinator sends to its one worker in this run."""
 
 pytestmark = pytest.mark.timeout(1800)
 
 
-def frames_of(data: bytes) -> Iterator[bytes]:
+def split_frames(data: bytes) -> Iterator[bytes]:
+    """Yield the frames of a byte stream that ends with a frame."""
     while data:
         prefix = frames.decode_prefix(data, 2**16, 2**32)
         size = prefix.head_bytes + prefix.body_bytes
@@ -39,19 +40,19 @@ def frames_of(data: bytes) -> Iterator[bytes]:
         data = data[size:]
 
 
-def play(built: Built, seed: int) -> tuple[bool, list[tuple[str, str]]]:
-    """Play a whole run with one broken frame; return whether the worker's connection survived, and
+def play_run(built: Built, seed: int) -> tuple[bool, list[tuple[str, str]]]:
+    """Play a run with one broken frame; return whether the worker's connection is still open, and
     the outcomes of runs."""
     rng = random.Random(seed)
     broken_index = rng.randrange(MAX_FRAMES)
     coordinator, worker = PureCoordinator(SPEC), PureWorker(built, SPEC, INITIAL)
-    frames: list[bytes] = []
-    pending = [*frames_of(coordinator.connect())]
+    sent_frames: list[bytes] = []
+    pending = [*split_frames(coordinator.connect())]
     while pending and worker.is_open and coordinator.is_open:
-        frames.append(pending.pop(0))
-        if len(frames) - 1 == broken_index:
-            frames[-1] = rng.choice(MUTATIONS)(rng, [*frames[-3:], *COMMON_FRAMES])
-        pending += frames_of(coordinator.feed(worker.feed(frames[-1])))
+        sent_frames.append(pending.pop(0))
+        if len(sent_frames) - 1 == broken_index:
+            sent_frames[-1] = rng.choice(MUTATIONS)(rng, [*sent_frames[-3:], *COMMON_FRAMES])
+        pending += split_frames(coordinator.feed(worker.feed(sent_frames[-1])))
     return worker.is_open, coordinator.outcomes
 
 
@@ -67,11 +68,11 @@ def test_worker_logic_survives_broken_coordinator_frames(runs):
     built = asyncio.run(build())
     survivals = finished_runs = 0
     for seed in range(50):
-        play(built, seed)
+        play_run(built, seed)
     with measured_growth() as growth:
         for seed in range(SEED, SEED + runs):
             try:
-                has_survived, outcomes = play(built, seed)
+                has_survived, outcomes = play_run(built, seed)
             except Exception as error:
                 raise AssertionError(f"seed {seed}") from error
             survivals += has_survived

@@ -1,7 +1,7 @@
-"""A member sends broken frames at any stage of a run: its connection may end, and nothing else.
+"""A member sends broken frames at any stage of a run: only its connection may end.
 
-First against the coordinator's logic alone, many times; then against a whole coordinator, from
-bytes to disk. `SAMESTEP_FUZZ_SEED` selects other faults.
+The coordinator is its logic alone, with many connections, or a whole service with a disk.
+`SAMESTEP_FUZZ_SEED` selects other faults.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from worker.shell.engine import Engine
 SEED = int(os.environ.get("SAMESTEP_FUZZ_SEED", "0"))
 MEMORY_GROWTH_BYTES = 32 * MIB
 LARGE_ELEMENTS = 1_000_000
-"""Limit of a manifest's size: a broken manifest must not use up this machine's memory."""
+"""Limit on a broken manifest, whose replica must fit in this machine's memory."""
 SPEC = scripted_spec(steps=2, evaluate_every=1)
 INITIAL = ScriptedFactory().task(SPEC).initial_parameters()
-COMMON_FRAMES = [frame(EXAMPLES[kind]) for kind in (Heartbeat, Drain, Goodbye)]
+COMMON_FRAMES = [frame(EXAMPLES[each]) for each in (Heartbeat, Drain, Goodbye)]
 MAX_FRAMES = 24
 """More frames than an honest member sends in this run."""
 PATIENCE_S = 120.0
@@ -66,9 +66,8 @@ async def build() -> Built:
     return built
 
 
-def takes_much_memory(data: bytes) -> bool:
-    """Return whether the frame has a manifest that needs more memory than this machine may
-    spend."""
+def has_large_manifest(data: bytes) -> bool:
+    """Whether the frame has a manifest of more than `LARGE_ELEMENTS` elements."""
     if len(data) < 20 or data[3] != Ready.tag:
         return False
     try:
@@ -77,17 +76,17 @@ def takes_much_memory(data: bytes) -> bool:
         return False
 
 
-def broken_frame(rng: random.Random, legal_frames: list[bytes]) -> bytes:
-    while takes_much_memory(data := rng.choice(MUTATIONS)(rng, legal_frames)):
+def break_frame(rng: random.Random, legal_frames: list[bytes]) -> bytes:
+    while has_large_manifest(data := rng.choice(MUTATIONS)(rng, legal_frames)):
         pass
     return data
 
 
 def frame_breaker(rng: random.Random) -> Callable[[int, list[bytes]], bytes]:
-    """Return a function that breaks the frame of one turn; earlier frames are legal too."""
+    """Return a function that returns the last sent frame, or a broken frame at one random turn."""
     broken_index = rng.randrange(MAX_FRAMES)
     return lambda number, sent_frames: (
-        broken_frame(rng, [*sent_frames[-3:], *COMMON_FRAMES])
+        break_frame(rng, [*sent_frames[-3:], *COMMON_FRAMES])
         if number == broken_index
         else sent_frames[-1]
     )
@@ -160,19 +159,19 @@ class LiveMember:
         self._shake_hands()
 
     def _shake_hands(self) -> None:
-        side = Connection("worker")
+        connection = Connection("worker")
         hello = EXAMPLES[Hello].model_copy(update={"nonce": new_nonce(), "name": "m"})
         assert isinstance(hello, Hello)
-        self.transport.feed(join_buffers(side.send(hello)))
-        ((challenge, _),) = side.receive_data(self.transport.take())
+        self.transport.feed(join_buffers(connection.send(hello)))
+        ((challenge, _),) = connection.receive_data(self.transport.take())
         token = self.live.service.credentials.join_token()
         assert isinstance(challenge, Challenge)
         proof = answer_challenge(hello, challenge, token.fingerprint, token.secret)
-        self.transport.feed(join_buffers(side.send(proof)))
+        self.transport.feed(join_buffers(connection.send(proof)))
         content = self.transport.take()
         length = welcome_bytes(content)
-        side.receive_data(content[:length])
-        assert side.phase is Phase.OPEN
+        connection.receive_data(content[:length])
+        assert connection.phase is Phase.OPEN
         self.member.receive(content[length:])
 
     def _digest_after(self, step: int) -> str | None:
