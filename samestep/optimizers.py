@@ -134,7 +134,7 @@ class OptimizerArguments:
             check_scheduler(scheduler, optimizer)
         interval_steps = epoch_steps if self.interval == "epoch" else 1
         schedules = group_schedules(optimizer, scheduler, -(-steps // interval_steps))
-        section = _section(optimizer, schedules, module, interval_steps, steps)
+        section = _make_section(optimizer, schedules, module, interval_steps, steps)
         extra_keys = dict(self.extra_keys or {})
         if isinstance(scheduler, ReduceLROnPlateau):
             section |= plateau_of(scheduler, section["lr"])
@@ -241,7 +241,7 @@ def _has_stepped(state: Settings) -> bool:
     )
 
 
-def _section(
+def _make_section(
     optimizer: Optimizer,
     schedules: Sequence[GroupSchedule],
     module: nn.Module,
@@ -278,7 +278,7 @@ def _section(
     tensors_by_rule.setdefault(((0.0,), 0.0), []).extend(ungrouped_names)
     tensors_by_rule.pop(((1.0,), decay), None)
     if rules := [
-        _rule(*rule, tensors, decay) for rule, tensors in tensors_by_rule.items() if tensors
+        _make_rule(*rule, tensors, decay) for rule, tensors in tensors_by_rule.items() if tensors
     ]:
         section["groups"] = rules
     return section
@@ -300,7 +300,7 @@ def _base_group_index(rates: Sequence[Rates]) -> int:
     return best_index
 
 
-def _rule(
+def _make_rule(
     scales: tuple[float, ...], decay: float, tensors: list[str], usual_decay: float
 ) -> dict[str, Any]:
     rule: dict[str, Any] = {"match": [escape(name) for name in tensors]}

@@ -112,12 +112,12 @@ def write_logits(path: Path, facts: CaptureMetadata, groups: Iterable[Records]) 
         DataError: pyarrow is not installed.
     """
     pa, pq = pyarrow_modules()
-    schema = _schema(pa, facts)
+    schema = _make_schema(pa, facts)
     with pq.ParquetWriter(
         path, schema, compression="zstd", use_dictionary=False, write_statistics=False
     ) as writer:
         for records in groups:
-            writer.write_table(_table(pa, schema, records), len(records))
+            writer.write_table(_make_table(pa, schema, records), len(records))
 
 
 class LogitsFile:
@@ -161,7 +161,7 @@ class LogitsFile:
         """
         try:
             table = self._file.read_row_group(group, use_threads=False)
-            return _records(table, self.facts.layout)
+            return _parse_records(table, self.facts.layout)
         except (self._pa.ArrowException, OSError, ValueError) as error:
             words = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise DataError(
@@ -188,26 +188,26 @@ class LogitsFile:
             ) from None
 
 
-def _schema(pa: Any, facts: CaptureMetadata) -> Any:
+def _make_schema(pa: Any, facts: CaptureMetadata) -> Any:
     layout = facts.layout
     data_types = {
         "sample_id": pa.int64(),
-        "input_ids": _list(pa, pa.int32()),
-        "loss_mask": _list(pa, pa.uint8()),
-        "topk_ids": _list(pa, pa.binary(layout.top_k * layout.id_bytes)),
-        "topk_logits": _list(pa, pa.binary(layout.top_k * 2)),
-        "lse_1": _list(pa, pa.float32()),
-        "lse_T": _list(pa, pa.float32()),
+        "input_ids": _list_type(pa, pa.int32()),
+        "loss_mask": _list_type(pa, pa.uint8()),
+        "topk_ids": _list_type(pa, pa.binary(layout.top_k * layout.id_bytes)),
+        "topk_logits": _list_type(pa, pa.binary(layout.top_k * 2)),
+        "lse_1": _list_type(pa, pa.float32()),
+        "lse_T": _list_type(pa, pa.float32()),
     }
     fields = [pa.field(name, data_types[name], nullable=False) for name in _COLUMNS]
     return pa.schema(fields, metadata={METADATA: facts.model_dump_json().encode()})
 
 
-def _list(pa: Any, data_type: Any) -> Any:
+def _list_type(pa: Any, data_type: Any) -> Any:
     return pa.list_(pa.field("element", data_type, nullable=False))
 
 
-def _table(pa: Any, schema: Any, records: Records) -> Any:
+def _make_table(pa: Any, schema: Any, records: Records) -> Any:
     rows = records["rows"].astype(np.int64)
     columns = [pa.array(records["sample_id"])]
     for name in _COLUMNS[1:]:
@@ -218,20 +218,20 @@ def _table(pa: Any, schema: Any, records: Records) -> Any:
         data_type = schema.field(name).type
         columns.append(
             pa.ListArray.from_arrays(
-                pa.array(offsets), _flat(pa, data_type.value_type, flat), data_type
+                pa.array(offsets), _flat_array(pa, data_type.value_type, flat), data_type
             )
         )
     return pa.Table.from_arrays(columns, schema=schema)
 
 
-def _flat(pa: Any, data_type: Any, values: NDArray[Any]) -> Any:
+def _flat_array(pa: Any, data_type: Any, values: NDArray[Any]) -> Any:
     if values.ndim == 1:
         return pa.array(np.ascontiguousarray(values), data_type)
     content = pa.py_buffer(np.ascontiguousarray(values).tobytes())
     return pa.FixedSizeBinaryArray.from_buffers(data_type, len(values), [None, content])
 
 
-def _records(table: Any, layout: CaptureLayout) -> Records:
+def _parse_records(table: Any, layout: CaptureLayout) -> Records:
     records = np.zeros(table.num_rows, record_dtype(layout))
     records["sample_id"] = table.column("sample_id").to_numpy()
     for name in _COLUMNS[1:]:

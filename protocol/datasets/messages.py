@@ -114,7 +114,7 @@ class ChatMessage:
             message["reasoning_content"] = self.reasoning
         if self.tool_calls:
             message["tool_calls"] = [
-                _call(call, as_text=arguments_as_text) for call in self.tool_calls
+                _call_for_template(call, as_text=arguments_as_text) for call in self.tool_calls
             ]
         if self.call_id:
             message["tool_call_id"] = self.call_id
@@ -123,7 +123,7 @@ class ChatMessage:
         return message
 
 
-def _call(call: ToolCall, *, as_text: bool) -> dict[str, Any]:
+def _call_for_template(call: ToolCall, *, as_text: bool) -> dict[str, Any]:
     arguments: Any = dict(call.arguments)
     if as_text:
         arguments = json.dumps(arguments, ensure_ascii=False)

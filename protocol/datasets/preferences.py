@@ -66,9 +66,9 @@ def _parse_document(document: str, location: str) -> PreferencePair:
 
 
 def _read_document(location: str, record: Record) -> str:
-    prompt = _messages(f"{location} prompt", record["prompt"], "user")
+    prompt = _read_messages(f"{location} prompt", record["prompt"], "user")
     chosen, rejected = (
-        _conversation(location, key, prompt, record) for key in ("chosen", "rejected")
+        _make_conversation(location, key, prompt, record) for key in ("chosen", "rejected")
     )
     if chosen.messages[:-1] != rejected.messages[:-1]:
         raise DataError(
@@ -83,11 +83,11 @@ def _read_document(location: str, record: Record) -> str:
     return PreferencePair(chosen, rejected).document
 
 
-def _conversation(
+def _make_conversation(
     location: str, key: str, prompt: tuple[ChatMessage, ...], record: Record
 ) -> Conversation:
     column_location = f"{location} {key}"
-    answer = _messages(column_location, record[key], "assistant")
+    answer = _read_messages(column_location, record[key], "assistant")
     if not answer:
         raise DataError(f"{location}: expected {key}, got {format_value(record[key])}")
     if prompt and answer[0].role != "assistant":
@@ -111,7 +111,7 @@ def _conversation(
     return Conversation(messages, location, tools)
 
 
-def _messages(location: str, value: object, role: str) -> tuple[ChatMessage, ...]:
+def _read_messages(location: str, value: object, role: str) -> tuple[ChatMessage, ...]:
     """Read messages. Plain text becomes one message of this role; None becomes no message."""
     if value is None:
         return ()

@@ -229,7 +229,7 @@ def read_rows(
             lines = (
                 json_lines(path)
                 if format_name == "jsonl"
-                else _json_rows(path, {*required_columns.values()})
+                else _read_json_rows(path, {*required_columns.values()})
             )
             for number, record in lines:
                 try:
@@ -241,9 +241,9 @@ def read_rows(
                     continue
                 yield Location(path, number), record
         elif format_name in ("csv", "tsv"):
-            yield from _table_rows(path, {*required_columns.values()}, check, bad_rows)
+            yield from _read_table_rows(path, {*required_columns.values()}, check, bad_rows)
         elif format_name in ("parquet", "arrow"):
-            rows = _parquet_rows if format_name == "parquet" else _arrow_rows
+            rows = _read_parquet_rows if format_name == "parquet" else _read_arrow_rows
             for number, record in enumerate(rows(path, check, names), start=1):
                 yield Location(path, number), record
         else:
@@ -253,7 +253,7 @@ def read_rows(
             )
 
 
-def _json_rows(
+def _read_json_rows(
     path: Path, required_columns: Collection[str]
 ) -> Iterator[tuple[int, Record | DataError]]:
     """Read a JSON list of objects, the only list inside an object, or JSON lines named `.json`."""
@@ -288,7 +288,7 @@ def _json_rows(
         yield number, check_object(f"{str(path)!r} row {number}", value)
 
 
-def _table_rows(
+def _read_table_rows(
     path: Path,
     required_columns: Collection[str],
     check: Callable[[int, Sequence[str]], None],
@@ -322,7 +322,7 @@ def _pyarrow_errors(path: Path, format_name: str) -> Iterator[tuple[Any, Any]]:
         ) from None
 
 
-def _parquet_rows(
+def _read_parquet_rows(
     path: Path, check: Callable[[int, Sequence[str]], None], names: Sequence[str]
 ) -> Iterator[Record]:
     with _pyarrow_errors(path, "Parquet") as (pa, pq):
@@ -338,7 +338,7 @@ def _parquet_rows(
                 yield from (_clean_record(record, classes) for record in batch.to_pylist())
 
 
-def _arrow_rows(
+def _read_arrow_rows(
     path: Path, check: Callable[[int, Sequence[str]], None], names: Sequence[str]
 ) -> Iterator[Record]:
     """Read Arrow's streaming format, which `datasets` saves, or its file format."""
@@ -432,14 +432,14 @@ def read_table(path: Path, required_columns: Collection[str]) -> Iterator[TableR
     Raises:
         DataError: The table is not UTF-8, or a quote is missing or not doubled.
     """
-    delimiter = _delimiter(path, required_columns)
+    delimiter = _find_delimiter(path, required_columns)
     quoting = csv.QUOTE_MINIMAL
     if delimiter == _TAB and _quotes_are_text(path):
         quoting = csv.QUOTE_NONE
-    yield from _cells(path, delimiter, quoting)
+    yield from _read_cells(path, delimiter, quoting)
 
 
-def _delimiter(path: Path, required_columns: Collection[str]) -> str:
+def _find_delimiter(path: Path, required_columns: Collection[str]) -> str:
     """Return the delimiter that splits the header into the required columns.
 
     If there is none, return a tab if every line has one, else the delimiter with the most columns.
@@ -466,7 +466,7 @@ def _quotes_are_text(path: Path) -> bool:
     if not any(line[0] == '"' or '\t"' in line for line in stream_lines(path) if line):
         return False
     rows, is_column_quoted = 0, list[bool]()
-    for _, cells in _cells(path, _TAB, csv.QUOTE_NONE):
+    for _, cells in _read_cells(path, _TAB, csv.QUOTE_NONE):
         if isinstance(cells, DataError):
             return False
         is_cell_quoted = [*map(_is_quoted, cells)]
@@ -478,7 +478,7 @@ def _quotes_are_text(path: Path) -> bool:
         return False
     rows_with_quoting = 0
     try:
-        for _, cells in _cells(path, _TAB, csv.QUOTE_MINIMAL):
+        for _, cells in _read_cells(path, _TAB, csv.QUOTE_MINIMAL):
             if isinstance(cells, DataError):
                 return True
             rows_with_quoting += 1
@@ -491,7 +491,7 @@ def _is_quoted(cell: str) -> bool:
     return len(cell) > 1 and cell[0] == cell[-1] == '"'
 
 
-def _cells(path: Path, delimiter: str, quoting: Any) -> Iterator[TableRow]:
+def _read_cells(path: Path, delimiter: str, quoting: Any) -> Iterator[TableRow]:
     table = csv.reader(stream_lines(path), delimiter=delimiter, quoting=quoting, strict=True)
     columns = 0
     try:

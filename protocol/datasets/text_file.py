@@ -66,7 +66,7 @@ _MAGIC_BYTES: Final = max(map(len, _OTHER_FORMATS))
 
 def is_compressed(path: Path) -> bool:
     """Return whether a file has the first bytes of gzip or zstandard."""
-    return _beginning(path).startswith((_GZIP, _ZSTANDARD))
+    return _first_bytes(path).startswith((_GZIP, _ZSTANDARD))
 
 
 def open_decompressed(path: Path) -> BinaryIO:
@@ -95,7 +95,7 @@ def _file_errors(path: Path) -> Iterator[None]:
         yield
     except UnicodeDecodeError:
         raise DataError(
-            f"{str(path)!r} is not UTF-8 at byte {_bad_byte(path)}; convert it to UTF-8"
+            f"{str(path)!r} is not UTF-8 at byte {_find_bad_byte(path)}; convert it to UTF-8"
         ) from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(
@@ -147,7 +147,7 @@ def _open_text(path: Path) -> TextIO:
                 f"supported here; {remedy}"
             )
     compression, magic = _COMPRESSIONS.get(path.suffix.lower(), ("", b""))
-    if beginning and not _beginning(path).startswith(magic):
+    if beginning and not _first_bytes(path).startswith(magic):
         raise DataError(
             f"expected {compression} in {str(path)!r}, as its name says, got other content; "
             f"download or compress it again, or remove {path.suffix} from its name if it is plain "
@@ -156,7 +156,7 @@ def _open_text(path: Path) -> TextIO:
     return io.TextIOWrapper(open_decompressed(path), encoding="utf-8-sig", newline="")
 
 
-def _beginning(path: Path) -> bytes:
+def _first_bytes(path: Path) -> bytes:
     try:
         with open_regular(path) as file:
             return file.read(_MAGIC_BYTES)
@@ -164,7 +164,7 @@ def _beginning(path: Path) -> bytes:
         return b""  # the caller's read reports the error
 
 
-def _bad_byte(path: Path) -> int:
+def _find_bad_byte(path: Path) -> int:
     """Return the first byte that is not UTF-8."""
     decoder, position = codecs.getincrementaldecoder("utf-8")(), 0
     with open_decompressed(path) as file:

@@ -151,10 +151,10 @@ def card_text(facts: CardFacts) -> str:
         metrics=facts.metrics,
     )
     front_matter[_KEY] = facts.model_dump(mode="json")
-    return f"{_FENCE}{_yaml(front_matter)}{_FENCE}\n" + "\n".join(_body(facts)) + "\n"
+    return f"{_FENCE}{_to_yaml(front_matter)}{_FENCE}\n" + "\n".join(_body_lines(facts)) + "\n"
 
 
-def _yaml(document: Mapping[str, Any]) -> str:
+def _to_yaml(document: Mapping[str, Any]) -> str:
     return str(yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100))
 
 
@@ -168,7 +168,7 @@ def read_card(directory: Path) -> CardFacts | None:
         return None
 
 
-def _body(facts: CardFacts) -> Iterator[str]:
+def _body_lines(facts: CardFacts) -> Iterator[str]:
     subject = "A LoRA adapter" if facts.adapter else "A model"
     yield f"# {facts.name}"
     yield ""
@@ -187,24 +187,24 @@ def _body(facts: CardFacts) -> Iterator[str]:
     yield ""
     yield "| | |"
     yield "|---|---|"
-    for name, value in _rows(facts):
+    for name, value in _fact_rows(facts):
         cell = str(value).replace("|", "\\|")
         yield f"| {name} | {cell} |"
     if facts.evaluations:
         yield ""
         yield "## Evaluation metrics"
         yield ""
-        yield from _table(facts.evaluations)
+        yield from _metrics_table(facts.evaluations)
     if facts.run_spec:
         yield ""
         yield "## Run spec"
         yield ""
         yield "```yaml"
-        yield _yaml(facts.run_spec).rstrip()
+        yield _to_yaml(facts.run_spec).rstrip()
         yield "```"
 
 
-def _rows(facts: CardFacts) -> Iterator[tuple[str, object]]:
+def _fact_rows(facts: CardFacts) -> Iterator[tuple[str, object]]:
     yield "run", f"`{facts.run_id}`"
     yield "task", facts.task
     yield "base model", "none: from scratch" if facts.base is None else f"`{facts.base}`"
@@ -232,7 +232,7 @@ def _rows(facts: CardFacts) -> Iterator[tuple[str, object]]:
     yield "software", f"samestep {facts.release}"
 
 
-def _table(evaluations: Sequence[EvaluationRecord]) -> Iterator[str]:
+def _metrics_table(evaluations: Sequence[EvaluationRecord]) -> Iterator[str]:
     names = list(dict.fromkeys(name for evaluation in evaluations for name in evaluation.figures))
     yield "| step | " + " | ".join(name.replace("_", " ") for name in names) + " |"
     yield "|---" * (len(names) + 1) + "|"

@@ -98,7 +98,7 @@ def explain(model: Model, error: ValidationError, overrides: Sequence[str] = ())
     mistakes = error.errors()
     # Show a misspelled key before the key that is missing because of it.
     mistakes.sort(key=lambda mistake: mistake["type"] != "extra_forbidden")
-    lines = [*dict.fromkeys(_line(model, mistake, overrides) for mistake in mistakes)]
+    lines = [*dict.fromkeys(_describe_mistake(model, mistake, overrides) for mistake in mistakes)]
     hidden_text = (
         f"; and {len(lines) - _SHOWN_MISTAKES} more" if len(lines) > _SHOWN_MISTAKES else ""
     )
@@ -116,25 +116,25 @@ def set_by(keys: Iterable[str], overrides: Sequence[str]) -> list[str]:
     ]
 
 
-def _line(model: Model, mistake: Any, overrides: Sequence[str]) -> str:
+def _describe_mistake(model: Model, mistake: Any, overrides: Sequence[str]) -> str:
     location = _Location(model, mistake["loc"])
     fault = (mistake.get("ctx") or {}).get("error")
     keys = [location.path] if location.keys else []
     if isinstance(fault, KeyFault):
         keys = [location.within(key) for key in fault.keys]
-    text = str(fault) if isinstance(fault, KeyFault) else _text(model, location, mistake)
+    text = str(fault) if isinstance(fault, KeyFault) else _mistake_text(model, location, mistake)
     if isinstance(fault, KeyFault) and not any(key in text for key in keys):
         text = f"{keys[0]}: {text}"
     pairs = set_by(keys, overrides)
     return f"{text} (from --set {pairs[-1]})" if pairs else text
 
 
-def _text(model: Model, location: _Location, mistake: Any) -> str:
+def _mistake_text(model: Model, location: _Location, mistake: Any) -> str:
     match mistake["type"]:
         case "extra_forbidden":
             return (
                 _key_of_other_variant(location)
-                or f"unknown key {location.path!r}{_hint(model, location)}"
+                or f"unknown key {location.path!r}{_suggest_key(model, location)}"
             )
         case "missing" if location.path in _ADVICE:
             return f"the section {location.path!r} is missing; {_ADVICE[location.path]}"
@@ -224,7 +224,7 @@ def _did_you_mean(word: str, words: Iterable[str]) -> str:
     return f"; did you mean {suggestions[0]!r}?" if suggestions else ""
 
 
-def _hint(model: Model, location: _Location) -> str:
+def _suggest_key(model: Model, location: _Location) -> str:
     """Suggest the intended key: a similar key, or a key with these initials, in any section."""
     *parents, key = location.keys
     root = (

@@ -31,7 +31,7 @@ _INEXACT: Final = {
 """Optimizers that users request, and why replicas cannot agree on their bits."""
 
 
-def _refusal(name: str) -> str:
+def _refusal_of(name: str) -> str:
     letters = name.lower().replace("-", "").replace("_", "")
     for part, reason in _INEXACT.items():
         if part in letters:
@@ -400,5 +400,5 @@ class ScheduleFree(OptimizerSpec, lacks={"momenta", "momentum", "alpha"} | _VARI
 
 AnyOptimizer = Annotated[
     Sgd | Momentum | Adamw | Adam | Rmsprop | Adagrad | Adafactor | Lion | ScheduleFree,
-    TaggedUnion("name", default="adamw", refusal=_refusal),
+    TaggedUnion("name", default="adamw", refusal=_refusal_of),
 ]
