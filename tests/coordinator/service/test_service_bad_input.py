@@ -192,7 +192,7 @@ BREACHES: dict[str, tuple[Any, str]] = {
     "a chunk too many": (lambda p: (payload(p, chunk=1), zeros()), "no chunk 1 of block 2"),
     "another kind": (
         lambda p: (messages.NonBlockGradientPayload(**payload(p).model_dump()), zeros()),
-        "kind",
+        "is of type",
     ),
     "too few elements": (lambda p: (payload(p), zeros(15)), "a body of 64 bytes, got 60"),
     "too many elements": (lambda p: (payload(p), zeros(17)), "a body of 64 bytes, got 68"),
