@@ -21,8 +21,8 @@ from worker.scripts.checks import check_precision
 
 EDITED: Final = "edited"
 """Value of `resume` for a script that was edited since the run began."""
-_WORKERS: Final = "SAMESTEP_EXPECT_WORKERS"
-_BACKEND: Final = "SAMESTEP_BACKEND"
+_WORKERS_VARIABLE: Final = "SAMESTEP_EXPECT_WORKERS"
+_BACKEND_VARIABLE: Final = "SAMESTEP_BACKEND"
 
 
 def _plain_int(value: Any) -> Any:
@@ -30,31 +30,31 @@ def _plain_int(value: Any) -> Any:
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
-def _keys_and_values(value: Any) -> Any:
+def _check_mapping(value: Any) -> Any:
     if value is None or isinstance(value, Mapping):
         return value
     raise ValueError("expected keys and values")
 
 
-def _directory(value: Any) -> Any:
+def _check_directory(value: Any) -> Any:
     if value is None or isinstance(value, Path) or (isinstance(value, str) and value):
         return value
     raise ValueError("expected a path")
 
 
-def _function(value: Any) -> Any:
+def _check_function(value: Any) -> Any:
     if value is None or callable(value):
         return value
     raise ValueError("expected a function")
 
 
-def _resume(value: Any) -> Any:
+def _check_resume(value: Any) -> Any:
     if isinstance(value, bool) or value == EDITED:
         return value
     raise ValueError(f'expected True, False or "{EDITED}"')
 
 
-def _device(value: str) -> str:
+def _check_device(value: str) -> str:
     named_devices(value, "device")
     return value
 
@@ -64,7 +64,7 @@ CountOrZero = Annotated[BoundedInt, Field(ge=0), BeforeValidator(_plain_int)]
 Seed = Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(_plain_int)]
 Epochs = Annotated[float, Field(gt=0.0), BeforeValidator(_plain_int)]
 Name = Annotated[str, Field(min_length=1)]
-OptionalMapping = Annotated[Any, AfterValidator(_keys_and_values)]
+OptionalMapping = Annotated[Any, AfterValidator(_check_mapping)]
 
 
 class Arguments(BaseModel):
@@ -84,13 +84,13 @@ class Arguments(BaseModel):
     evaluate_every: CountOrZero
     precision: Annotated[Any, AfterValidator(check_precision)]
     workers: Count | None
-    device: Annotated[Name, AfterValidator(_device)] | None
-    directory: Annotated[Any, AfterValidator(_directory)]
-    resume: Annotated[Any, AfterValidator(_resume)]
+    device: Annotated[Name, AfterValidator(_check_device)] | None
+    directory: Annotated[Any, AfterValidator(_check_directory)]
+    resume: Annotated[Any, AfterValidator(_check_resume)]
     control: Name | None
     name: Name | None
     settings: OptionalMapping
-    on_log: Annotated[Any, AfterValidator(_function)] = None
+    on_log: Annotated[Any, AfterValidator(_check_function)] = None
 
     @classmethod
     def of(cls, **arguments: object) -> Self:
@@ -126,7 +126,7 @@ class Arguments(BaseModel):
         Raises:
             UsageError: The variable is not a whole number of at least 1.
         """
-        variable = os.environ.get(_WORKERS)
+        variable = os.environ.get(_WORKERS_VARIABLE)
         if self.workers is not None:
             return self.workers
         if not variable:
@@ -134,7 +134,9 @@ class Arguments(BaseModel):
             return 1 if step is None else step.tasks
         if variable.isascii() and variable.isdigit() and int(variable) >= 1:
             return int(variable)
-        raise UsageError(f"{_WORKERS}: expected a whole number of at least 1, got {variable!r}")
+        raise UsageError(
+            f"{_WORKERS_VARIABLE}: expected a whole number of at least 1, got {variable!r}"
+        )
 
     @property
     def backend(self) -> tuple[str, int | str | None]:
@@ -169,7 +171,7 @@ class Arguments(BaseModel):
     def _named_devices(self) -> tuple[str, tuple[int | str, ...]]:
         if self.device is not None:
             return named_devices(self.device, "device")
-        return named_devices(os.environ.get(_BACKEND) or "auto", _BACKEND)
+        return named_devices(os.environ.get(_BACKEND_VARIABLE) or "auto", _BACKEND_VARIABLE)
 
     @property
     def control_address(self) -> str | None:

@@ -44,7 +44,7 @@ class Memory:
 
     @property
     def available(self) -> int:
-        """Memory and swap that would be available if the control group used none."""
+        """Free memory and swap of the machine, at most the limits of the control group."""
         available = self.free + self.free_swap
         if self.limit is None or self.swap_limit is None:
             return available

@@ -41,8 +41,8 @@ class PublishedAddress(BaseModel):
         return json.dumps(self.model_dump(), indent=2) + "\n"
 
     @property
-    def for_workers(self) -> tuple[tuple[str, int], ...]:
-        """Return host and port of each address that a worker may try; at least one.
+    def worker_addresses(self) -> tuple[tuple[str, int], ...]:
+        """Host and port of each address that a worker may try; at least one.
 
         Raises:
             MessageError: The file contains a text that is not an address.

@@ -40,7 +40,7 @@ async def find_in_file(
         problem = "there is no such file"
         try:
             if addresses := read_address_file(path):
-                by_host = {host: (host, port) for host, port in addresses.for_workers}
+                by_host = {host: (host, port) for host, port in addresses.worker_addresses}
                 return by_host[nearest_host(by_host)]
         except SamestepError as error:
             problem = str(error)
