@@ -311,7 +311,7 @@ def devices(
         typer.Option("--canonical", help="Test which canonical arithmetic each device supports."),
     ] = False,
 ) -> None:
-    """List this machine's devices, what fits on each, and why a device cannot be used."""
+    """List this machine's devices, the models that fit on each, and why a device is unusable."""
     from backends.canonical_devices import describe_canonical_support
     from backends.registry import devices as all_devices
     from worker.device_table import device_document, device_lines

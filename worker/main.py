@@ -185,7 +185,7 @@ async def _serve(options: WorkerOptions, group: GroupBackendFactory | None = Non
         if client.is_device_hanging:
             _end_process_soon()
     if group is None and client.is_device_busy:
-        # The interpreter's end would unload libraries that the device's thread still uses.
+        # The interpreter's end unloads libraries that the device's thread still uses.
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(exit_code)

@@ -171,18 +171,18 @@ def encode_text(
 
     is_bpe = isinstance(getattr(backend, "model", None), models.BPE)
     lo, hi, first_token = 0, min(window, characters), 0
-    left = encode(lo, hi)
+    first_window = encode(lo, hi)
     while hi < characters:
         overlap = (hi - lo) // _OVERLAP_DIVISOR
         next_start = hi - overlap
         end = min(next_start + max(window, 2 * overlap), characters)
-        right = encode(next_start, end)
+        second_window = encode(next_start, end)
         zone = next_start + overlap // 4, hi - overlap // 4
-        join = _find_join(left, right, *zone, inside_words=is_bpe)
+        join = _find_join(first_window, second_window, *zone, inside_words=is_bpe)
         if join is None:
-            checked_tokens, hi = left.part(0, first_token + 1), min(2 * hi - lo, characters)
-            left = encode(lo, hi)
-            if first_token and not left.part(0, first_token + 1).equals(checked_tokens):
+            checked_tokens, hi = first_window.part(0, first_token + 1), min(2 * hi - lo, characters)
+            first_window = encode(lo, hi)
+            if first_token and not first_window.part(0, first_token + 1).equals(checked_tokens):
                 raise DataError(
                     "expected tokens that depend only on nearby text, got tokens at character "
                     f"{checked_tokens.starts[-1]} of a document that change with text thousands of "
@@ -190,9 +190,9 @@ def encode_text(
                     "characters"
                 )
             continue
-        yield left.ids[first_token : join[0]], left.starts[first_token : join[0]]
-        lo, hi, left, first_token = next_start, end, right, join[1]
-    yield left.ids[first_token:], left.starts[first_token:]
+        yield first_window.ids[first_token : join[0]], first_window.starts[first_token : join[0]]
+        lo, hi, first_window, first_token = next_start, end, second_window, join[1]
+    yield first_window.ids[first_token:], first_window.starts[first_token:]
 
 
 def _encode_window(tokenizer: Any, text: str, offset: int) -> _Window:

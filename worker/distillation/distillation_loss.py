@@ -93,7 +93,7 @@ class DistillationLoss:
         log_normalizer = torch.logsumexp(logits_over_t, -1)
         ids, teacher = arrays["teacher_ids"], arrays["teacher"]  # (samples, length, k)
         student = logits_over_t.gather(-1, ids) - log_normalizer.unsqueeze(-1)
-        # Differences are summed, because a difference of sums would cancel digits.
+        # A sum of differences, because a difference of sums loses digits by cancellation.
         token_losses = (teacher * (self._logs(teacher) - student)).sum(-1)
         if self.has_tail:
             # Every backend supports scatter_add; the k largest tokens are distinct.

@@ -202,7 +202,7 @@ class WorkerCredentials:
 
 
 def key_fault(path: Path) -> str:
-    """Describe what is wrong with a key file; empty if it is valid or missing.
+    """Describe the fault of a key file; empty if the file is valid or missing.
 
     Raises:
         UsageError: Other users may read the file, or it cannot be read.

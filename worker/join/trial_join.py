@@ -73,7 +73,7 @@ def trial_join(
 
 
 def _address_finding(host: str, addresses: list[str]) -> Finding:
-    """Report what the host resolves to: on a machine, its own name is often 127.0.1.1."""
+    """Report the host's addresses: on the machine itself, its name is often 127.0.1.1."""
     listing = ", ".join(addresses)
     is_local = all(
         ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses

@@ -62,7 +62,7 @@ class BuildFailed:
 
 @dataclass(frozen=True, slots=True)
 class TaskRefused:
-    """Training proved inexact after some steps, so the run's result would be wrong.
+    """A check after some steps shows that training is inexact, so the run must end.
 
     Either training changes something besides the replica, or the loss is not a sum over samples.
     """

@@ -295,7 +295,7 @@ class WorkerSession:
         return [Transmit(Drain()), PrintLine("draining")]
 
     def status(self) -> str:
-        """Describe in one line what this worker is doing."""
+        """Describe this worker's activity in one line."""
         if self._run is None:
             activity = "waiting for a run"
         elif self._run.task is None:
@@ -397,7 +397,7 @@ class WorkerSession:
         return [Transmit(unready), PrintLine(f"cannot take part in {self.run_id}: {reason}")]
 
     def _task_refused(self, event: events.TaskRefused) -> list[Action]:
-        """Report that the run's result would be wrong, so that the coordinator ends the run."""
+        """Report that training is inexact, so that the coordinator ends the run."""
         if event.run_id != self.run_id:
             return []
         reason = self.files.with_source_names(str(event.error))

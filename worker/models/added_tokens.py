@@ -24,7 +24,7 @@ def add_to_tokenizer(tokenizer: Any, texts: Sequence[str]) -> None:
     """Add each text to the tokenizer as a token; existing added tokens are unchanged.
 
     Raises:
-        DataError: A text is an ordinary token; as an added token, it would split other words.
+        DataError: A text is an ordinary token; added tokens also match inside other words.
     """
     vocabulary, added_vocabulary = tokenizer.get_vocab(), tokenizer.get_added_vocab()
     for text in texts:

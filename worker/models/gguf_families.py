@@ -202,7 +202,7 @@ def _check_rope(config: Any, family: Family) -> None:
     settings = rope(config)
     unsupported_types = set() if family.divides_frequencies else {"llama3"}
     unsupported_types |= {"yarn"} if "sliding_window" in family.stored_keys else set()
-    supported_types = [kind for kind in _ROPE_KEYS if kind not in unsupported_types]
+    supported_types = [name for name in _ROPE_KEYS if name not in unsupported_types]
     if settings["rope_type"] not in supported_types:
         raise DataError(
             f"expected rotary positions of type {', '.join(supported_types)} for GGUF, got the "
@@ -233,7 +233,7 @@ def _check_rope(config: Any, family: Family) -> None:
 
 
 def _unsupported_settings(config: Any, family: Family) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of each setting that differs from what llama.cpp computes.
+    """Yield name and value of each setting that llama.cpp does not compute.
 
     Settings that the file holds are left out.
     """

@@ -114,8 +114,7 @@ class _ReproducibleDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing is compiled, and True would import torch's compiler, which takes
-        1 s."""
+        """Return False: True makes torch import its compiler, which takes 1 s and is not used."""
         return False
 
     def __torch_dispatch__(

@@ -4,8 +4,8 @@ Pure: no clock, socket, file, thread or randomness. Each event is a method that 
 be executed in order. A table lists the owner of each chunk, which averages it: in a star the
 coordinator owns all chunks, otherwise workers do. An owner merges sums along the tree, scales them,
 and sends the average to everyone. Sums for other workers are kept until the step ends: if an owner
-is lost, its chunks get new owners, which receive the sums again. Late and duplicate messages change
-nothing.
+is lost, its chunks get new owners, which receive the sums again. Late and duplicate messages are
+ignored.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Averages:
         return self.arrays[index][block.chunk_slice(chunk)]
 
     def put(self, number: int, sender: str, values: Array) -> None:
-        """Store an average; a duplicate changes nothing."""
+        """Store an average; ignore a duplicate."""
         if number in self.senders:
             return
         self.senders[number] = sender

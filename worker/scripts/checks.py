@@ -1,4 +1,4 @@
-"""Check a user's task before training: each error is one line that says what to write instead.
+"""Check a user's task before training: each error is one line with a remedy.
 
 `worker.tasks.checks.additivity` checks that a loss is a sum over samples.
 """

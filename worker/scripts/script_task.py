@@ -70,7 +70,7 @@ _BATCH_SOURCES: Final = ("train", "held_out", "collate")
 _COMPUTING_FIELDS: Final = (
     "module", "loss", "weight", "metrics", "evaluate", "embed", "batch_loss",
 )  # fmt: skip
-"""Fields of the user's task that compute what is trained and measured from a batch."""
+"""Fields of the user's task that compute losses and metrics from a batch."""
 _COUNTS: Final = "samestep.counted"
 """Name of an extra array of an evaluation batch: its weight and its number of samples."""
 

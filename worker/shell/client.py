@@ -83,7 +83,7 @@ _REPORT_INTERVAL_S: Final = 10.0
 _LEAST_ATTEMPT_S: Final = 2.0
 """Shortest limit for an attempt, even if less time is left."""
 _GRACE_S: Final = 1.0
-"""Extra time for an attempt to report what it waits for, before it is cancelled."""
+"""Extra time in which an attempt can report its failure itself, before it is cancelled."""
 _FIND_AGAIN_AFTER_S: Final = 2.0
 """A restarting coordinator answers at its old address within that time."""
 _SEARCH_TIMEOUT_S: Final = 5.0
@@ -202,7 +202,7 @@ class Client:
         return self._engine.is_hanging
 
     def status(self) -> str:
-        """Describe in one line what this worker is doing."""
+        """Describe this worker's activity in one line."""
         session = self._session
         return session.status() if session is not None and session.name else self._problem
 

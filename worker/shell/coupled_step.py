@@ -2,8 +2,8 @@
 
 See `coordinator.run.exchange.embeddings` for the two phases, and
 `backends.losses.coupled_loss` for the gradient. Every worker computes the loss over all rows of the
-step, with the same operations in the same order, and uses the gradient rows of its own
-microbatches.
+step, with the same operations in the same order, and uses the gradient rows of the microbatches
+that it computes.
 """
 
 from __future__ import annotations

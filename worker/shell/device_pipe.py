@@ -2,7 +2,7 @@
 
 A message is a dataclass, encoded as msgpack by the type hints of its fields. Arrays are sent as
 extents of shared memory. The sender writes an array before the message that names it, and the
-receiver reads complete messages only, so a process that is killed halfway sends nothing.
+receiver reads complete messages only, so the incomplete message of a killed process is dropped.
 """
 
 from __future__ import annotations

@@ -761,7 +761,7 @@ class Engine:
         """Request missing files of a subtree and of the next steps.
 
         Returns:
-            Whether the subtree must wait; files of the next steps delay nothing.
+            Whether the subtree must wait; it does not wait for files of the next steps.
         """
         step_id, subtree = action.step_id, action.subtree
         if not isinstance(job.task, ReadsFiles):

@@ -109,7 +109,7 @@ class RankGroup:
         self.loss_reason = self._first_loss(f"rank {self.rank}: {reason}")
 
     def watch_loss(self, on_loss: Callable[[str], None]) -> None:
-        """Start a thread that waits for the loss of a rank: a collective would wait forever.
+        """Start a thread that waits for the loss of a rank, because a collective waits forever.
 
         Args:
             on_loss: Called in that thread with the reason, unless `end_watch` is called within

@@ -79,7 +79,7 @@ class HasSumTrial(Protocol):
 
 
 def sum_trial_of(task: Task) -> SumTrial | None:
-    """Check a task's loss; return the check, or None if there is nothing to check.
+    """Check a task's loss; return the check, or None for a task that cannot be checked.
 
     Raises:
         DataError: The loss is not a sum over samples, or raises.

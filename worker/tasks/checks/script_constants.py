@@ -1,9 +1,8 @@
 """Find the constants that a user's functions and layers read, to compare them between machines.
 
 A script may read an environment variable, a file or an argument into a global, a closure, a
-configuration or a layer. Machines on which these values differ train something else with the same
-source. A device name or a path may differ, and so may constants that no function of the user
-mentions.
+configuration or a layer. Machines with other values train another model with the same source. A
+device name or a path may differ, and so may constants that no function of the user mentions.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _PER_MACHINE: Final = frozenset(
 )
 """Names of values that may differ between machines, in lower case."""
 _CONSTRUCTORS: Final = ("__init__", "__new__", "__post_init__")
-"""Methods that mention attributes which no computation may read."""
+"""Methods whose attributes are not compared: possibly no computation reads them."""
 _CONFIG_PACKAGES: Final = ("ml_collections", "omegaconf")
 
 
@@ -65,7 +64,7 @@ def script_constants(roots: Mapping[str, object]) -> dict[str, str]:
     search = _Search(names.mentioned)
     search.visit_all(roots)
     constants = {
-        name[:_NAME_CHARACTERS]: _shortened(", ".join(sorted(texts)))
+        name[:_NAME_CHARACTERS]: _shorten(", ".join(sorted(texts)))
         for name, texts in search.texts.items()
         if name.isprintable()
     }
@@ -98,8 +97,8 @@ class _Search:
             self._visit(*self._queue.popleft())
 
     def _visit(self, name: str, value: object) -> None:
-        is_compared = name not in self._roots and not _PER_MACHINE & _words(name)
-        if is_compared and (text := _text_of(value)) is not None:
+        is_compared = name not in self._roots and not _PER_MACHINE & _split_words(name)
+        if is_compared and (text := _format_constant(value)) is not None:
             self.texts[name].add(text)
         if id(value) in self._visited:
             return
@@ -108,9 +107,9 @@ class _Search:
 
     def _members(self, name: str, value: Any) -> Iterator[tuple[str, object]]:
         if isinstance(value, nn.Module):
-            yield from self._of_module(value)
+            yield from self._module_members(value)
         elif isinstance(value, FunctionType):
-            yield from self._of_function(value)
+            yield from self._function_members(value)
         elif isinstance(value, MethodType):
             yield from ((name, value.__self__), (name, value.__func__))
         elif isinstance(value, functools.partial):
@@ -118,40 +117,40 @@ class _Search:
         elif isinstance(value, enum.Enum | enum.EnumType):
             return
         elif isinstance(value, type):
-            yield from self._of_class(value)
+            yield from self._class_members(value)
         elif isinstance(value, list | tuple | set | frozenset | deque):
-            yield from ((f"{name}[{n}]", entry) for n, entry in enumerate(_in_order(value)))
+            yield from ((f"{name}[{n}]", entry) for n, entry in enumerate(_list_in_order(value)))
         elif isinstance(value, dict) or type(value).__module__.startswith(_CONFIG_PACKAGES):
-            yield from self._of_mapping(name, value)
+            yield from self._mapping_members(name, value)
         elif _has_user_attributes(value):
-            attributes = _used(vars(value), self._used_names, default={})
+            attributes = _select_used(vars(value), self._used_names, default={})
             yield from ((f"{name}.{key}", entry) for key, entry in attributes.items())
-            yield from self._of_class(type(value))
+            yield from self._class_members(type(value))
         elif (function := getattr(value, "__wrapped__", None)) is not None:
             yield name, function
 
-    def _of_module(self, module: nn.Module) -> Iterator[tuple[str, object]]:
+    def _module_members(self, module: nn.Module) -> Iterator[tuple[str, object]]:
         for layer in module.modules():
             self._visited.setdefault(id(layer), layer)
-            kind = type(layer)
-            is_of_user = _is_of_user(kind)
+            owner = type(layer)
+            is_user_class = _is_user_class(owner)
             for key, value in vars(layer).items():
-                is_read = is_of_user and (self._used_names is None or key in self._used_names)
+                is_read = is_user_class and (self._used_names is None or key in self._used_names)
                 is_plain = not key.startswith("_") and key != "training"
                 if is_plain and (is_read or type(value) is float):
-                    yield f"{kind.__name__}.{key}", value
-            yield from self._of_class(kind)
+                    yield f"{owner.__name__}.{key}", value
+            yield from self._class_members(owner)
 
-    def _of_mapping(self, name: str, value: Any) -> Iterator[tuple[str, object]]:
-        """Yield the entries that code mentions; all, if it mentions none, as it may loop."""
+    def _mapping_members(self, name: str, value: Any) -> Iterator[tuple[str, object]]:
+        """Yield the entries that code mentions; if it mentions none, all: it may loop over them."""
         entries = dict(value.items())
-        used_entries = _used(entries, self._used_names, default=entries)
+        used_entries = _select_used(entries, self._used_names, default=entries)
         for key, entry in itertools.islice(used_entries.items(), _ENTRIES):
             yield f"{name}[{key!r}]", entry
 
-    def _of_class(self, kind: type) -> Iterator[tuple[str, object]]:
+    def _class_members(self, owner: type) -> Iterator[tuple[str, object]]:
         """Yield the functions and the attributes of the user's classes."""
-        for base in kind.__mro__:
+        for base in owner.__mro__:
             if id(base) in self._visited or not is_user_file(_file_of(base)):
                 continue
             self._visited[id(base)] = base
@@ -159,13 +158,13 @@ class _Search:
                 function = getattr(value, "fget", None) or getattr(value, "__func__", value)
                 if isinstance(function, FunctionType):
                     if key not in _CONSTRUCTORS:
-                        yield from self._of_function(function)
+                        yield from self._function_members(function)
                 elif not key.startswith("__") and (
                     self._used_names is None or key in self._used_names
                 ):
                     yield f"{base.__name__}.{key}", value
 
-    def _of_function(self, function: FunctionType) -> Iterator[tuple[str, object]]:
+    def _function_members(self, function: FunctionType) -> Iterator[tuple[str, object]]:
         """Yield defaults, closure and globals; of a library's function only inner functions."""
         code, name = function.__code__, function.__name__
         cells = _closure(function)
@@ -176,7 +175,7 @@ class _Search:
                 if isinstance(value, FunctionType | MethodType | functools.partial)
             )
             return
-        names = _mentioned_by(code)
+        names = _find_mentioned(code)
         self.mentioned |= names
         positional = code.co_varnames[: code.co_argcount]
         defaults = function.__defaults__ or ()
@@ -194,7 +193,7 @@ class _Search:
             yield key if module == "__main__" else f"{module}.{key}", value
 
 
-def _text_of(value: object) -> str | None:
+def _format_constant(value: object) -> str | None:
     """Return a constant as text; None for a value that is not compared."""
     match value:
         case enum.Enum():
@@ -202,13 +201,13 @@ def _text_of(value: object) -> str | None:
         case bool() | None:
             return str(value)
         case int() | float() | np.number() | np.bool_():
-            return _number_text(value)
+            return _format_number(value)
         case str():
             if _LOCAL.fullmatch(value):
                 return None
             return value if _SHOWN.fullmatch(value) else _digest(value)
         case torch.Tensor() | np.ndarray():
-            return _array_text(value)
+            return _format_array(value)
         case nn.Module():
             return type(value).__name__
         case FunctionType() | type() | functools.partial():
@@ -216,14 +215,14 @@ def _text_of(value: object) -> str | None:
     return getattr(value, "__name__", None) if callable(value) else None
 
 
-def _number_text(value: Any) -> str:
+def _format_number(value: Any) -> str:
     number = value.item() if isinstance(value, np.generic) else value
     if isinstance(number, float):
         return f"{number:.4g}" if math.isfinite(number) else str(number)
     return str(number) if abs(number) < 10**30 else _digest(hex(number))
 
 
-def _array_text(values: Any) -> str | None:
+def _format_array(values: Any) -> str | None:
     if isinstance(values, torch.Tensor):
         if isinstance(values, nn.Parameter) or values.is_meta or values.layout != torch.strided:
             return None
@@ -231,10 +230,10 @@ def _array_text(values: Any) -> str | None:
         values = (values.float() if values.is_floating_point() else values).numpy()
     if values.size > _ELEMENTS or values.dtype.kind not in "biuf":
         return None
-    return f"[{' '.join(_number_text(element) for element in values.ravel().tolist())}]"
+    return f"[{' '.join(_format_number(element) for element in values.ravel().tolist())}]"
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= _TEXT_CHARACTERS else _digest(text)
 
 
@@ -242,12 +241,12 @@ def _digest(text: str) -> str:
     return f"text with digest {blake3(text.encode(errors='surrogatepass')).hexdigest(6)}"
 
 
-def _in_order(entries: Iterable[object]) -> list[object]:
+def _list_in_order(entries: Iterable[object]) -> list[object]:
     is_set = isinstance(entries, set | frozenset)
     return (sorted(entries, key=repr) if is_set else list(entries))[:_ENTRIES]
 
 
-def _used(
+def _select_used(
     entries: Mapping[Any, object], names: set[str] | frozenset[str] | None, *, default: Any
 ) -> Mapping[Any, object]:
     """Return the entries with these names; `default` if there are none."""
@@ -256,7 +255,7 @@ def _used(
     return {key: value for key, value in entries.items() if key in names} or default
 
 
-def _words(name: str) -> set[str]:
+def _split_words(name: str) -> set[str]:
     """Return the identifiers of a name such as `config['device']`, in lower case."""
     return set(re.findall(r"\w+", name.lower()))
 
@@ -271,12 +270,12 @@ def _closure(function: FunctionType) -> dict[str, object]:
     return cells
 
 
-def _mentioned_by(code: CodeType) -> set[str]:
+def _find_mentioned(code: CodeType) -> set[str]:
     """Return the names and texts in the code of a function and its inner functions."""
     texts = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            texts |= _mentioned_by(constant)
+            texts |= _find_mentioned(constant)
         elif isinstance(constant, str):
             texts.add(constant)
         elif isinstance(constant, tuple):
@@ -287,15 +286,15 @@ def _mentioned_by(code: CodeType) -> set[str]:
 def _has_user_attributes(value: object) -> bool:
     if isinstance(value, PurePath) or not hasattr(value, "__dict__"):
         return False
-    return isinstance(value, argparse.Namespace | SimpleNamespace) or _is_of_user(type(value))
+    return isinstance(value, argparse.Namespace | SimpleNamespace) or _is_user_class(type(value))
 
 
-def _is_of_user(kind: type) -> bool:
-    return is_user_file(_file_of(kind))
+def _is_user_class(owner: type) -> bool:
+    return is_user_file(_file_of(owner))
 
 
-def _file_of(kind: type) -> str:
-    """Return the file of the module that defines a class; `<` for built-in modules."""
-    if kind.__module__ == "__main__":
+def _file_of(owner: type) -> str:
+    """Return the file of the module that defines a class; `<frozen>` for a built-in module."""
+    if owner.__module__ == "__main__":
         return getattr(sys.modules["__main__"], "__file__", None) or "<prompt>"
-    return getattr(sys.modules.get(kind.__module__), "__file__", None) or "<frozen>"
+    return getattr(sys.modules.get(owner.__module__), "__file__", None) or "<frozen>"

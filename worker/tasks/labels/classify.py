@@ -92,7 +92,8 @@ VALUE: Final = "value"
 def parts_of_similar_length(tokens: DiskArrays, held_out: Rows, seed: int) -> list[Rows]:
     """Divide held-out texts into parts of similar length, for less padding.
 
-    The parts are shuffled: neighboring ones go to the same worker, which would get all long texts.
+    The parts are shuffled, because neighboring parts go to the same worker: sorted by length, one
+    worker gets all long texts.
     """
     lengths = tokens.lengths
     ranked = sorted(held_out.tolist(), key=lambda number: (lengths[number], number))
