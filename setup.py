@@ -1,7 +1,7 @@
-"""Builds the kernels (`protocol/exact/kernels`) beside their sources before files are packed.
+"""Build the native kernels (`protocol/exact/kernels`) beside their sources, before packaging.
 
-By the package `ziglang`, for every processor that they serve, or by `cc` for this one. Where
-neither is there, samestep is installed without: numpy does the same work, with the same bits.
+The package `ziglang` compiles them for every supported processor, `cc` for this machine's only. If
+neither is installed, samestep is installed without kernels; numpy computes the same bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from protocol.machine.compiler import build_kernels
 
 
 class BuildWithKernels(build_py):
-    """`build_py`, for wheels and editable installations."""
+    """Build the kernels, then run `build_py`: for wheels and editable installations."""
 
     def run(self) -> None:
         try:

@@ -1,8 +1,8 @@
 """Open hostile connections from one address, as many at a time as requested.
 
 `python -m benchmarks.attack PORT` reads the commands `attack`, `rest` and `count` from standard
-input, one per line, and answers each with the number of connections by kind since the last answer.
-A connection that the server closes is opened again a moment later.
+input, one per line. Its answer to each is the number of connections by attack since the last
+answer. A connection that the server closes is opened again a moment later.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from protocol.wire import tls
 SOURCE_ADDRESS: Final = "127.0.0.2"
 """The address of the attacker; workers use other addresses of this machine."""
 PAUSE_S: Final = 1.0
+"""Mean pause before a closed connection is opened again."""
 _SLOW_S: Final = 0.25
 _context: Final = tls.client_context()
 
 OpenConnection = Callable[[int], Awaitable[None]]
-"""Opens one connection to a port and returns when it has ended."""
+"""An attack: opens one connection to a port and returns when it has ended."""
 
 
 async def send_nothing(port: int) -> None:
@@ -74,7 +75,7 @@ async def send_garbage_after_handshake(port: int) -> None:
         writer.transport.abort()
 
 
-KINDS: Final[tuple[OpenConnection, ...]] = (
+ATTACKS: Final[tuple[OpenConnection, ...]] = (
     send_nothing,
     send_slowly,
     send_garbage,
@@ -107,7 +108,7 @@ async def _read_until_closed(endpoint: socket.socket) -> None:
 
 
 class Attack:
-    """Keeps a number of connections of all kinds open, until it is cancelled."""
+    """Keeps a number of connections open, divided among all attacks, until it is cancelled."""
 
     def __init__(self, port: int, connections: int) -> None:
         self.attempts: Counter[str] = Counter()
@@ -117,19 +118,19 @@ class Attack:
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
             for number in range(self._connections):
-                group.create_task(self._reconnect_forever(KINDS[number % len(KINDS)]))
+                group.create_task(self._reconnect_forever(ATTACKS[number % len(ATTACKS)]))
 
-    async def _reconnect_forever(self, kind: OpenConnection) -> None:
+    async def _reconnect_forever(self, open_connection: OpenConnection) -> None:
         await asyncio.sleep(random.uniform(0, PAUSE_S))
         while True:
-            self.attempts[kind.__name__] += 1
+            self.attempts[open_connection.__name__] += 1
             with contextlib.suppress(OSError, EOFError):
-                await kind(self._port)
+                await open_connection(self._port)
             await asyncio.sleep(random.uniform(0.5, 1.5) * PAUSE_S)
 
 
 async def serve_commands(port: int, connections: int) -> None:
-    """Attack and rest on commands from standard input."""
+    """Begin and end the attack by commands from standard input."""
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda *_: None)  # connections may end with any error
     attack, task = Attack(port, connections), None

@@ -36,7 +36,7 @@ _FAMILIES: Final = (
 
 
 def llama(threads: int) -> tuple[str, Trainable, Batch, list[Array] | None, int]:
-    """Return the decoder to measure, its name and its microbatch."""
+    """Return the job of a Llama, as `jobs` does."""
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415 -- the import takes seconds
 
     from worker.models.blocks import cut_into_blocks  # noqa: PLC0415
@@ -62,7 +62,7 @@ def jobs(threads: int) -> list[tuple[str, Trainable, Batch, list[Array] | None, 
 
 
 def step_row(job: tuple[str, Trainable, Batch, list[Array] | None, int], rounds: int) -> list[str]:
-    """Measure one microbatch on both sides, alternately."""
+    """Measure one microbatch in canonical arithmetic and in torch, alternately."""
     name, trainable, batch, parameters, seed = job
     backend = CpuBackend()
     torch_program = backend.compile(copy.deepcopy(trainable), batch)
@@ -92,7 +92,7 @@ def _gradients(program: Program, batch: Batch) -> Array:
 
 
 def error_row(name: str, module: nn.Module, loss: Any, batch: Batch) -> list[str]:
-    """Return the errors of gradients against float64."""
+    """Return the errors of gradients against float64, relative to their norm."""
     from worker.models.blocks import cut_into_blocks  # noqa: PLC0415
 
     blocks = cut_into_blocks(module)
@@ -151,7 +151,7 @@ def main() -> None:
         rows = [step_row(job, options.rounds) for job in jobs(options.threads)]
         print_table(header, rows)
     if options.only != "steps":
-        print_heading("Error of gradients against float64, as a share of the norm")
+        print_heading("Error of gradients against float64, relative to their norm")
         print_table(["model", "canonical", "torch", "ratio"], error_rows())
 
 

@@ -1,8 +1,9 @@
 """The cost of a capture beyond its forward passes, and of reading the capture for a student.
 
-A bare loop runs the same teacher forward over the same batches and stores nothing. The capture
-sends the top logits and log-sum-exps, and writes them to disk before the next step. Then a student
-trains on the result in this process, which measures the share of reading in the student's steps.
+A bare loop runs the same teacher forward over the same batches and stores no logits. In a capture,
+the worker sends the top logits and log-sum-exps, and the coordinator writes them to disk before the
+next step. Then a student trains on them in this process, which measures how much of the student's
+steps is reading.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class CaptureCost:
     """The cost of one capture.
 
     Attributes:
-        step_ms: Duration of all steps but the first.
+        step_ms: Duration of each step but the first.
         tokens: Tokens in all files.
         file_bytes: Size of all files, compressed.
         token_bytes: Size of a token in the layout, before compression.
@@ -58,9 +59,8 @@ class ReadingTimes:
     compute_ms: list[float]
 
     @property
-    def share(self) -> float:
-        """Return the share of the steps in which the device waits for a batch, without
-        read-ahead."""
+    def read_fraction(self) -> float:
+        """Return the fraction of time in which the device waits for a batch, without read-ahead."""
         return sum(self.read_ms) / (sum(self.read_ms) + sum(self.compute_ms))
 
 
@@ -170,7 +170,8 @@ def main() -> None:
         reading = time_reading(student, logits_in(Path(name)))
     print(
         f"a student's microbatch: {median(reading.read_ms):.2f} ms to read, "
-        f"{median(reading.compute_ms):.1f} ms to compute: {100 * reading.share:.2f} % of its time"
+        f"{median(reading.compute_ms):.1f} ms to compute: "
+        f"{100 * reading.read_fraction:.2f} % of its time"
     )
 
 

@@ -40,10 +40,10 @@ from worker.tasks.base.task import Task
 from worker.tasks.registry import build
 
 ROOT: Final = Path(__file__).parents[1]
-_DIGITS: Final = (
+_DIGITS_RUN: Final = (
     "--run", str(RUNS / "digits.yaml"), "--set", "steps=16", "--set", "batch.samples=48",
 )  # fmt: skip
-_FROZEN: Final = """
+_FROZEN_BASE_RUN: Final = """
 task: "tests.frozen_base_task:FrozenBase"
 steps: 4
 batch: {samples: 14, microbatch: 2}
@@ -73,26 +73,26 @@ class Sizes:
 QUICK_SIZES: Final = Sizes(tokens=64, hidden=128, layers=2, product=256)
 
 
-def is_standin(kind: str) -> bool:
+def is_standin(backend: str) -> bool:
     """Return whether torch's cards are the stand-in device of tests/standin."""
-    return torch_device(kind).type == standin.NAME
+    return torch_device(backend).type == standin.NAME
 
 
-def digests(kind: str, sizes: Sizes) -> None:
-    """Compare the digest of a run on the CPU, on one card twice, and on two cards as one worker."""
+def compare_digests(backend: str, sizes: Sizes) -> None:
+    """Compare a run's digest on the CPU, on one card twice, and on two cards of one worker."""
     steps = ("--set", "steps=4") if sizes == QUICK_SIZES else ()
     arguments: dict[str, tuple[str, ...]] = {
         "cpu": ("--backend", "cpu"),
-        "one card": ("--backend", f"{kind}0"),
-        "one card again": ("--backend", f"{kind}0"),
+        "one card": ("--backend", f"{backend}0"),
+        "one card again": ("--backend", f"{backend}0"),
     }
     if torch.accelerator.device_count() > 1:
-        arguments["two cards"] = ("--backend", kind, "--gpus", "0,1")
+        arguments["two cards"] = ("--backend", backend, "--gpus", "0,1")
     digest_by_name = {}
     for name, options in arguments.items():
         expect_workers = str(2 if name == "two cards" else 1)
         digest_by_name[name] = _digest(
-            (*_DIGITS, *steps, "--expect-workers", expect_workers), options
+            (*_DIGITS_RUN, *steps, "--expect-workers", expect_workers), options
         )
         print(f"{name}: {digest_by_name[name][:16]}", flush=True)
     has_one_digest = len({digest for name, digest in digest_by_name.items() if name != "cpu"}) == 1
@@ -110,19 +110,19 @@ def _digest(run: tuple[str, ...], options: tuple[str, ...]) -> str:
         return str(cluster.result()["weights_digest"])
 
 
-def shard(kind: str, sizes: Sizes) -> None:
+def run_sharded(backend: str, sizes: Sizes) -> None:
     """Run one worker whose frozen base is sharded over two ranks with a card each."""
     del sizes
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "run.yaml"
-        path.write_text(_FROZEN)
+        path.write_text(_FROZEN_BASE_RUN)
         run = ("--expect-workers", "1", "--run", str(path))
-        single_digest = _digest(run, ("--backend", f"{kind}0"))
+        single_digest = _digest(run, ("--backend", f"{backend}0"))
         with Cluster(Path(name) / "ranks", *run) as cluster:
             command = [
                 sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
                 "2", "-m", "benchmarks.card_measurements", "rank", "--", "--coordinator",
-                cluster.address["data"], "--backend", kind, "--shard",
+                cluster.address["data"], "--backend", backend, "--shard",
             ]  # fmt: skip
             ranks = subprocess.run(  # noqa: S603 -- our own command
                 command, cwd=ROOT, capture_output=True, text=True, check=False
@@ -135,7 +135,7 @@ def shard(kind: str, sizes: Sizes) -> None:
         int(rank): [
             int(card) for card, sizes in re.findall(r"(\d+) (\d+) bytes", text) if int(sizes)
         ]
-        for rank, text in sorted(re.findall(r"rank (\d+) took (.*)", ranks.stdout))
+        for rank, text in sorted(re.findall(r"rank (\d+) allocated (.*)", ranks.stdout))
     }
     uses_own_cards = cards_by_rank == {0: [0], 1: [1]}
     comparison = "that of one card" if sharded_digest == single_digest else "not that of one card"
@@ -146,8 +146,8 @@ def shard(kind: str, sizes: Sizes) -> None:
         sys.exit(1)
 
 
-def rank(arguments: list[str]) -> None:
-    """Run one rank of `shard`, then print how much memory it allocated on each card."""
+def run_rank(arguments: list[str]) -> None:
+    """Run one rank of `run_sharded`, then print how much memory it allocated on each card."""
     sys.argv = ["worker", *arguments]
     try:
         worker()
@@ -156,19 +156,19 @@ def rank(arguments: list[str]) -> None:
             f"{index} {torch.accelerator.max_memory_allocated(index)} bytes"
             for index in range(torch.accelerator.device_count())
         ]
-        print(f"rank {os.environ['RANK']} took {', '.join(cards)}", flush=True)
+        print(f"rank {os.environ['RANK']} allocated {', '.join(cards)}", flush=True)
 
 
-def memory(kind: str, sizes: Sizes) -> None:
+def compare_memory(backend: str, sizes: Sizes) -> None:
     """Compare the memory estimate for LoRA training of a decoder with torch's counters."""
-    device = torch_device(kind)
+    device = torch_device(backend)
     ratios = []
     for changes in ({}, {"base_dtype": "int4"}, {"gradient_checkpointing": True}):
         with tempfile.TemporaryDirectory() as directory:
             spec, task, batch = large_decoder(Path(directory), changes, sizes)
             expected = estimate(spec)
             assert expected is not None
-            program = EagerBackend(kind).compile(task.trainable, batch)
+            program = EagerBackend(backend).compile(task.trainable, batch)
             torch.accelerator.reset_peak_memory_stats(device)
             for _ in program.gradients([(batch, 0)]):
                 pass
@@ -176,8 +176,8 @@ def memory(kind: str, sizes: Sizes) -> None:
             program.close()
         ratios.append(peak_bytes / expected.total)
         print(f"{changes or 'float32'}: estimated {expected.total / _MIB:.0f} MiB ({expected}), "
-              f"taken {peak_bytes / _MIB:.0f} MiB, ratio {ratios[-1]:.2f}")  # fmt: skip
-    print(f"taken memory to estimated: {min(ratios):.2f} to {max(ratios):.2f}")
+              f"allocated {peak_bytes / _MIB:.0f} MiB, ratio {ratios[-1]:.2f}")  # fmt: skip
+    print(f"allocated memory to estimated: {min(ratios):.2f} to {max(ratios):.2f}")
 
 
 def large_decoder(
@@ -203,7 +203,7 @@ def large_decoder(
     return spec, task, Batch(arrays, 2.0 * sizes.tokens)
 
 
-def speed(kind: str, sizes: Sizes) -> None:
+def compare_speed(backend: str, sizes: Sizes) -> None:
     """Compare LoRA training with a plain loop, and with the card's rate of matrix products."""
     ratios = []
     print(_temperature("before"))
@@ -212,14 +212,14 @@ def speed(kind: str, sizes: Sizes) -> None:
             model = {"precision": precision, "base_dtype": "float32"}
             _, task, batch = large_decoder(Path(directory), model, sizes)
             _, plain_task, _ = large_decoder(Path(directory) / "plain", model, sizes)
-        plain_loop = _PlainLoop(plain_task.trainable, torch_device(kind), precision)
-        program = EagerBackend(kind).compile(task.trainable, batch)
+        plain_loop = _PlainLoop(plain_task.trainable, torch_device(backend), precision)
+        program = EagerBackend(backend).compile(task.trainable, batch)
         samestep_s, plain_s = _microbatch_times(program, plain_loop, batch)
         program.close()
         rate = (
             4 * plain_loop.matrix_elements * 2 * sizes.tokens / samestep_s
-        )  # of forward, and of backward for activations
-        product_rate = _product_rate(torch_device(kind), precision, sizes.product)
+        )  # two per weight and token in forward, two in backward
+        product_rate = _product_rate(torch_device(backend), precision, sizes.product)
         ratios.append(samestep_s / plain_s)
         product_share = (
             f"{rate / product_rate:.0%} of a product of {sizes.product} ({product_rate / 1e12:.3f})"
@@ -231,7 +231,7 @@ def speed(kind: str, sizes: Sizes) -> None:
     print(_temperature("after"))
     note = (
         "; the stand-in's kernels run on the CPU, so this says nothing about a card"
-        if is_standin(kind)
+        if is_standin(backend)
         else ""
     )
     print(f"time to that of a plain loop: {min(ratios):.2f} to {max(ratios):.2f}{note}")
@@ -286,16 +286,16 @@ def _microbatch_times(
     return median(seconds[0][1:]), median(seconds[1][1:])
 
 
-def _product_rate(device: torch.device, precision: str, sizes: int) -> float:
-    """Return the operations per second of a square matrix product."""
-    matrix = torch.ones(sizes, sizes, device=device, dtype=getattr(torch, precision))
+def _product_rate(device: torch.device, precision: str, size: int) -> float:
+    """Return the operations per second of the fastest square matrix product."""
+    matrix = torch.ones(size, size, device=device, dtype=getattr(torch, precision))
     seconds = []
     for _ in range(_ROUNDS):
         start_s = time.monotonic()
         matrix @ matrix
         torch.accelerator.synchronize(device)
         seconds.append(time.monotonic() - start_s)
-    return 2.0 * sizes**3 / min(seconds)
+    return 2.0 * size**3 / min(seconds)
 
 
 def _temperature(moment: str) -> str:
@@ -308,15 +308,15 @@ def _temperature(moment: str) -> str:
     return f"temperature and clock {moment}: unknown, nvidia-smi and rocm-smi are missing"
 
 
-def vulkan_memory(kind: str, sizes: Sizes) -> None:
+def compare_vulkan_memory(backend: str, sizes: Sizes) -> None:
     """Compare the memory estimate for a decoder's step on Vulkan with the memory that CUDA reports
     as used."""
-    del kind, sizes
-    backend = VulkanBackend()
+    del backend, sizes
+    vulkan = VulkanBackend()
     decoder = Decoder(1024, 8, 512, "whole")
     torch.cuda.mem_get_info(0)  # creates CUDA's own context, which is not counted
     free_before = int(torch.cuda.mem_get_info(0)[0])
-    program = backend.compile(decoder.trainable(threads=1), decoder.batch())
+    program = vulkan.compile(decoder.trainable(threads=1), decoder.batch())
     microbatch(program, decoder.batch(), 0)
     used_bytes = free_before - int(torch.cuda.mem_get_info(0)[0])
     estimated = max(memory_estimate.total for memory_estimate in program.estimates)
@@ -325,23 +325,23 @@ def vulkan_memory(kind: str, sizes: Sizes) -> None:
 
 
 PARTS: Final[Mapping[str, Callable[[str, Sizes], None]]] = {
-    "digests": digests, "shard": shard, "memory": memory, "speed": speed,
-    "vulkan-memory": vulkan_memory,
+    "digests": compare_digests, "shard": run_sharded, "memory": compare_memory,
+    "speed": compare_speed, "vulkan-memory": compare_vulkan_memory,
 }  # fmt: skip
 
 
 def main() -> None:
     """Measure one part."""
     if sys.argv[1:3] == ["rank", "--"]:
-        rank(sys.argv[3:])
+        run_rank(sys.argv[3:])
         return
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--kind", default="cuda")
+    parser.add_argument("--kind", dest="backend", default="cuda", help="backend of torch's cards")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
-    is_small = options.quick or is_standin(options.kind)  # the stand-in's kernels run on one CPU
-    PARTS[options.part](options.kind, QUICK_SIZES if is_small else Sizes())
+    is_small = options.quick or is_standin(options.backend)  # the stand-in's kernels run on one CPU
+    PARTS[options.part](options.backend, QUICK_SIZES if is_small else Sizes())
 
 
 if __name__ == "__main__":

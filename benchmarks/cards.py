@@ -31,17 +31,17 @@ from benchmarks.machine import describe, print_heading
 
 ROOT: Final = Path(__file__).parents[1]
 _PYTEST: Final = ("-m", "pytest", "-q", "-n", "2", "--durations", "0", "--durations-min", "20")
-TORCH_KINDS: Final = ("cuda", "xpu", "accelerator")
+TORCH_BACKENDS: Final = ("cuda", "xpu", "accelerator")
 _ONE_PROCESS: Final = ("-m", "pytest", "-q", "-n", "0", "--tb", "short")
 """Runs tests in one process, so that each test has all memory of a card."""
 _SHOWN_LINES: Final = 40
 """Number of last lines of a part's output in the report."""
-_SEARCH_S: Final = 60.0
+_SEARCH_LIMIT_S: Final = 60.0
 _STANDIN_NOTE: Final = (
     "**This machine has no cards: the parts ran on the stand-in device of tests/standin.** Passed",
     "parts show only that they run, nothing about kernels, bits, speed, temperature or NCCL.",
 )
-_END_S: Final = 10.0
+_END_LIMIT_S: Final = 10.0
 """How long to wait for the processes of a killed part."""
 
 
@@ -51,7 +51,7 @@ class Devices:
 
     Attributes:
         cards: Names of torch's cards.
-        kind: Name of torch's cards for `--backend`.
+        backend: Backend of torch's cards, for `--backend`.
         vulkan: Name of a card with a Vulkan driver; empty if there is none.
         why_no_vulkan: Why no card has a Vulkan driver.
         has_collectives: Whether torch.distributed computes on torch's cards.
@@ -62,16 +62,16 @@ class Devices:
     cards: tuple[str, ...] = ()
     vulkan: str = ""
     why_no_vulkan: str = ""
-    kind: str = "cuda"
+    backend: str = "cuda"
     has_collectives: bool = True
     is_standin: bool = False
     why_no_cards: str = ""
 
-    def reason_against(self, needed_devices: Sequence[str]) -> str:
+    def reason_to_skip(self, needed_devices: Sequence[str]) -> str:
         """Return why a part that needs these devices cannot run; empty if it can."""
         no_card = self.why_no_cards or "torch has no card here"
-        is_cuda = self.cards and self.kind == "cuda"
-        is_cuda_or_xpu = self.cards and self.kind != "accelerator"
+        is_cuda = self.cards and self.backend == "cuda"
+        is_cuda_or_xpu = self.cards and self.backend != "accelerator"
         reasons = {
             "card": "" if self.cards else no_card,
             "two cards": "" if len(self.cards) > 1 else "torch has fewer than two cards here",
@@ -88,8 +88,8 @@ class Part:
     """One part of the report.
 
     Attributes:
-        arguments: Arguments of Python; {kind} is replaced by `Devices.kind`.
-        needed_devices: Keys of the devices that the part needs, see `Devices.reason_against`.
+        arguments: Arguments of Python; {backend} is replaced by `Devices.backend`.
+        needed_devices: Keys of the devices that the part needs, see `Devices.reason_to_skip`.
         limit_s: Time limit for `--minutes 10`; it scales with `--minutes`.
         quick_arguments: Further arguments for `--quick`.
         environment: Further environment variables.
@@ -119,10 +119,10 @@ class Outcome:
 
 
 def _measurement(part: str) -> tuple[str, ...]:
-    return ("-m", "benchmarks.card_measurements", part, "--kind", "{kind}")
+    return ("-m", "benchmarks.card_measurements", part, "--kind", "{backend}")
 
 
-_ONE_SUBTREE: Final = ("-k", "gradients_are_those_of_plain_torch")
+_ONE_TEST: Final = ("-k", "gradients_are_those_of_plain_torch")
 
 PARTS: Final = (
     Part("model families against the CPU, twice", (*_ONE_PROCESS, "tests/backends/eager/models.py"),
@@ -133,19 +133,19 @@ PARTS: Final = (
         "eager suite",
         (*_ONE_PROCESS, "tests/backends/eager", "tests/backends/test_conformance.py",
          "-k", "not vulkan"),
-        ("card",), 90, _ONE_SUBTREE,
+        ("card",), 90, _ONE_TEST,
     ),
     Part("a run's digest: one card, twice; two cards", _measurement("digests"), ("card",), 100,
          ("--quick",)),
-    Part("memory, estimated and taken", _measurement("memory"), ("card",), 60, ("--quick",)),
+    Part("memory, estimated and allocated", _measurement("memory"), ("card",), 60, ("--quick",)),
     Part("speed, temperature and clock", _measurement("speed"), ("card",), 60, ("--quick",)),
     Part(
         "streams, watched by torch", (*_ONE_PROCESS, "tests/backends/eager/test_eager.py"),
-        ("cuda",), 60, _ONE_SUBTREE, {"TORCH_CUDA_SANITIZER": "1"},
+        ("cuda",), 60, _ONE_TEST, {"TORCH_CUDA_SANITIZER": "1"},
     ),
     Part("a base sharded over two cards", _measurement("shard"), ("two cards", "collectives"), 60,
          ("--quick",)),
-    Part("speed of a run", ("-m", "benchmarks.overhead", "--backend", "{kind}"),
+    Part("speed of a run", ("-m", "benchmarks.overhead", "--backend", "{backend}"),
          ("cuda or xpu",), 120, ("--rounds", "1")),
     Part(
         "Vulkan suite",
@@ -173,8 +173,8 @@ PARTS: Final = (
 
 
 def find_devices() -> Devices:
-    """Find the cards of this machine, each kind in its own process: a driver may end the
-    process."""
+    """Find the cards of this machine, torch's and Vulkan's in separate processes: a driver may end
+    its process."""
     torch_fields, vulkan_fields = _probe("torch"), _probe("vulkan")
     vulkan = {"why_no_vulkan": vulkan_fields} if isinstance(vulkan_fields, str) else vulkan_fields
     if isinstance(torch_fields, str):
@@ -187,35 +187,35 @@ def _probe(function: str) -> dict[str, Any] | str:
     try:
         process = subprocess.run(  # noqa: S603 -- our own command
             [sys.executable, "-m", "benchmarks.cards", "--look-for", function], cwd=ROOT,
-            capture_output=True, text=True, timeout=_SEARCH_S, check=False,
+            capture_output=True, text=True, timeout=_SEARCH_LIMIT_S, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return f"the search for cards took more than {_SEARCH_S:.0f} s"
+        return f"the search for cards took more than {_SEARCH_LIMIT_S:.0f} s"
     if process.returncode:
         last_line = process.stderr.strip().rpartition("\n")[2]
         return f"the search for cards ended with exit code {process.returncode}: {last_line}"
-    answer: dict[str, Any] = json.loads(process.stdout.strip().rpartition("\n")[2])
-    return answer
+    fields: dict[str, Any] = json.loads(process.stdout.strip().rpartition("\n")[2])
+    return fields
 
 
 def torch_cards() -> dict[str, object]:
     """Return the fields of `Devices` for torch's cards."""
     rows = [device for device in all_devices() if device.usable and not device.software]
-    kind = next((device.backend for device in rows if device.backend in TORCH_KINDS), "cuda")
-    cards = [device.name for device in rows if device.backend == kind]
+    backend = next((device.backend for device in rows if device.backend in TORCH_BACKENDS), "cuda")
+    cards = [device.name for device in rows if device.backend == backend]
     collectives = torch.distributed.Backend.default_device_backend_map
     return {
-        "cards": cards, "kind": kind, "is_standin": bool(cards) and is_standin(kind),
-        "has_collectives": bool(cards) and torch_device(kind).type in collectives,
+        "cards": cards, "backend": backend, "is_standin": bool(cards) and is_standin(backend),
+        "has_collectives": bool(cards) and torch_device(backend).type in collectives,
     }  # fmt: skip
 
 
 def vulkan_card() -> dict[str, object]:
     """Return the fields of `Devices` for Vulkan; a software adapter is not a card."""
-    adapters_here = adapters()
-    if isinstance(adapters_here, str):
-        return {"why_no_vulkan": adapters_here}
-    card = next((adapter.name for adapter in adapters_here if not adapter.software), "")
+    found_adapters = adapters()
+    if isinstance(found_adapters, str):
+        return {"why_no_vulkan": found_adapters}
+    card = next((adapter.name for adapter in found_adapters if not adapter.software), "")
     return {"vulkan": card, "why_no_vulkan": "" if card else "only software adapters"}
 
 
@@ -226,22 +226,22 @@ def run_parts_in_order(
     deadline_s = time.monotonic() + seconds
     for part in parts:
         left_s = deadline_s - time.monotonic()
-        if reason := devices.reason_against(part.needed_devices):
+        if reason := devices.reason_to_skip(part.needed_devices):
             yield Outcome(part, f"skipped: {reason}")
         elif left_s < 1:
             yield Outcome(part, f"skipped: no time is left; run it with --only {part.name!r}")
         else:
             limit_s = min(left_s, part.limit_s * max(1.0, seconds / 600.0))
-            yield run(part, limit_s, devices.kind, is_quick=is_quick)
+            yield run_part(part, limit_s, devices.backend, is_quick=is_quick)
 
 
-def run(part: Part, limit_s: float, kind: str, *, is_quick: bool = False) -> Outcome:
+def run_part(part: Part, limit_s: float, backend: str, *, is_quick: bool = False) -> Outcome:
     """Run a part in its own process; keep the output even if the part exceeds its time limit."""
     start_s = time.monotonic()
     arguments = (*part.arguments, *(part.quick_arguments if is_quick else ()))
     process = subprocess.Popen(  # noqa: S603 -- parts are our own
-        [sys.executable, *(argument.format(kind=kind) for argument in arguments)],
-        env={**os.environ, "SAMESTEP_TESTED_BACKEND": kind, **part.environment},
+        [sys.executable, *(argument.format(backend=backend) for argument in arguments)],
+        env={**os.environ, "SAMESTEP_TESTED_BACKEND": backend, **part.environment},
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
     )  # fmt: skip
@@ -252,7 +252,7 @@ def run(part: Part, limit_s: float, kind: str, *, is_quick: bool = False) -> Out
         result = f"failed: not done within {limit_s:.0f} s"
         os.killpg(process.pid, signal.SIGKILL)  # and its children
         try:
-            output, _ = process.communicate(timeout=_END_S)
+            output, _ = process.communicate(timeout=_END_LIMIT_S)
         except subprocess.TimeoutExpired as error:
             result += ", and its driver does not let the process end"
             output = error.stdout.decode(errors="replace") if error.stdout else ""
@@ -260,9 +260,11 @@ def run(part: Part, limit_s: float, kind: str, *, is_quick: bool = False) -> Out
     return Outcome(part, result, time.monotonic() - start_s, last_lines)
 
 
-def report(devices: Devices, outcomes_so_far: Sequence[Outcome], *, is_quick: bool = False) -> str:
+def format_report(
+    devices: Devices, outcomes_so_far: Sequence[Outcome], *, is_quick: bool = False
+) -> str:
     """Return the report in Markdown: the machine, a row for each part, then each part's output."""
-    cards = f"{devices.kind}: {', '.join(devices.cards) or devices.why_no_cards or 'none'}"
+    cards = f"{devices.backend}: {', '.join(devices.cards) or devices.why_no_cards or 'none'}"
     lines = [
         "# Cards",
         "",
@@ -312,7 +314,7 @@ def run_parts(options: argparse.Namespace, devices: Devices) -> None:
         finished_outcomes.append(outcome)
         # The machine may be lost at any moment.
         options.report.write_text(
-            report(devices, finished_outcomes, is_quick=options.quick), "utf-8"
+            format_report(devices, finished_outcomes, is_quick=options.quick), "utf-8"
         )
     if any(outcome.result.startswith("failed") for outcome in finished_outcomes):
         sys.exit(1)

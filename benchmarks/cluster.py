@@ -242,9 +242,9 @@ class Cluster:
             },
         )
         network = self._hosts[0].inside() if self._hosts else nullcontext()
-        with network, urllib.request.urlopen(request, timeout=10) as response:  # noqa: S310 -- as above
-            answer: dict[str, Any] = json.load(response)
-        return answer
+        with network, urllib.request.urlopen(request, timeout=10) as response:  # noqa: S310 -- the coordinator's control port
+            content: dict[str, Any] = json.load(response)
+        return content
 
     def _end(self) -> None:
         """End the coordinator; its workers then end on their own."""

@@ -2,9 +2,9 @@
 
     python -m benchmarks.diloco --torchft PYTHON   # an interpreter with torchft and torch
 
-Both sides are three processes on loopback with inner steps of a fixed duration. In the second run
-one process is killed halfway through a round and does not return. The run's final state is compared
-with that of the undisturbed run.
+Both sides run three replicas on loopback, one process each, with inner steps of a fixed duration.
+In the second run one process is killed halfway through a round and does not return. The final state
+is compared with that of the undisturbed run.
 """
 
 from __future__ import annotations
@@ -168,11 +168,11 @@ def _next_message(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def rows(case: Case, runs: dict[str, tuple[Outcome, Outcome]]) -> list[list[str]]:
-    """Return a row for each side: undisturbed, and with a kill."""
+    """Return a row for each side, from its undisturbed run and its run with a kill."""
     table = []
     for side, (undisturbed, with_kill) in runs.items():
         exchange_ms = undisturbed.round_ms - case.inner_steps * case.inner_ms
-        digest_text = "the same" if with_kill.digest == undisturbed.digest else "another"
+        digest_text = "the same" if with_kill.digest == undisturbed.digest else "different"
         table.append([
             side, f"{undisturbed.round_ms:.0f} ms", f"{exchange_ms:.0f} ms",
             f"{with_kill.round_ms:.0f} ms", f"{with_kill.replicas_counted} of {_REPLICAS}",
@@ -204,11 +204,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     header = [
         "",
-        "a round",
-        "of this exchange",
-        "with a kill",
-        "replicas in the last",
-        "its state is",
+        "round",
+        "of which exchange",
+        "round with a kill",
+        "replicas in the last round",
+        "final state",
     ]
     print_table(header, rows(case, runs))
 

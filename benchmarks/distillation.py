@@ -37,7 +37,7 @@ VARIANTS = (Variant("with"), Variant("without", ("distil.alpha=0",)))
 def train_students(
     directory: Path, student: Path, seed: int, changes: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """Train both variants with one seed; return the final evaluation metrics by variant."""
+    """Train both variants with one seed; return the content of result.json by variant."""
     settings = (*changes, f"seed={seed}", f"data.train={directory / 'teacher' / 'logits'}")
     return {
         variant.name: run_to_end(
@@ -89,14 +89,14 @@ def main() -> None:
         }
         for variant in VARIANTS
     }
-    lines.append(row("mean", means, sum(float(line[-1]) for line in lines)))
+    lines.append(row("mean, total minutes", means, sum(float(line[-1]) for line in lines)))
     header = [
         "seed",
         "perplexity with",
-        "without",
+        "perplexity without",
         "ratio",
         "divergence with",
-        "without",
+        "divergence without",
         "minutes",
     ]
     print_table(header, lines)

@@ -23,8 +23,9 @@ WORKERS: Final = 2
 WARMUP_STEPS: Final = 2
 OFF: Final = "off"
 MODES: Final = ("full", "checkpoint")
-HEAD: Final = ("what", "steps", "min ms", "median ms", "to off", "by turn", "min to max",
-               "commit ms", "max", "coordinator cpu", "workers cpu")  # fmt: skip
+HEADER: Final = ("job: log", "steps", "min ms", "median ms", "to off", "to off by turn",
+                 "min to max", "commit wait ms", "max", "coordinator cpu",
+                 "workers cpu")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +88,10 @@ class Measurement:
         return median(self.steps_ms) / median(reference.steps_ms)
 
     def turn_ratios(self, reference: Measurement) -> list[float]:
-        """Return the ratio of each turn, sorted."""
+        """Return the ratios of the turns' medians, sorted."""
         return sorted(
-            own_ms / reference_ms
-            for own_ms, reference_ms in zip(self.turns_ms, reference.turns_ms, strict=True)
+            turn_ms / reference_ms
+            for turn_ms, reference_ms in zip(self.turns_ms, reference.turns_ms, strict=True)
         )
 
 
@@ -196,7 +197,7 @@ def main() -> None:
     }
     for name, job in jobs.items():
         if options.only in (None, name):
-            print_table(HEAD, rows(job, measure(job, options.turns)))
+            print_table(HEADER, rows(job, measure(job, options.turns)))
             print(f"load {os.getloadavg()[0]:.1f}")
 
 

@@ -8,7 +8,7 @@ of 8: with task embed, and with the same loss over each microbatch. Retrieval on
 compared.
 
 `--cost` measures two workers without evaluation: a step's bytes to and from the coordinator, and
-its duration. Each figure is the difference between a run of one step and a longer one, so fixed
+its duration. Each value is the difference between a run of one step and a longer one, so fixed
 costs cancel out. Then one thread computes the parts of a step, and its processor time is measured,
 which other processes hardly affect.
 """
@@ -136,7 +136,7 @@ class Cost:
     sent_bytes: int
 
     def per_step(self, other: Cost, steps: int) -> str:
-        """Return the cost of a step, from the `steps` that this run takes more than the other."""
+        """Describe the cost of a step: this run has `steps` more steps than `other`."""
         return (
             f"{(self.wall_s - other.wall_s) / steps:.2f} s, up "
             f"{(self.received_bytes - other.received_bytes) / steps / 1e6:.2f} MB, down "

@@ -62,7 +62,7 @@ def run_spec(steps: int, config: dict[str, Any]) -> dict[str, Any]:
 class Measurement:
     """Milliseconds of each step after warm-up, and peak memory of each process."""
 
-    ours_ms: list[float]
+    samestep_ms: list[float]
     ddp_ms: list[float]
     coordinator_bytes: int
     worker_bytes: int
@@ -89,7 +89,7 @@ def measure(steps: int, turns: int, config: dict[str, Any] | None = None) -> Mea
             coordinator_bytes, *worker_bytes = cluster.peak_bytes()
             peaks = ranks.run_commands({"do": "peak_bytes"})
         timelines = cluster.timelines()
-    ours_us = [
+    samestep_us = [
         span_us
         for run in intervals
         for span_us in step_intervals_us(step_times(timelines, run.start_us, run.end_us))[
@@ -97,7 +97,7 @@ def measure(steps: int, turns: int, config: dict[str, Any] | None = None) -> Mea
         ]
     ]
     return Measurement(
-        [span_us / 1e3 for span_us in ours_us],
+        [span_us / 1e3 for span_us in samestep_us],
         [span_us / 1e3 for span_us in ddp_us],
         coordinator_bytes,
         max(worker_bytes),
@@ -107,16 +107,16 @@ def measure(steps: int, turns: int, config: dict[str, Any] | None = None) -> Mea
 
 def rows(measurement: Measurement) -> list[list[str]]:
     """Return the rows of the table."""
-    samestep_ms, ddp_ms = median(measurement.ours_ms), median(measurement.ddp_ms)
+    samestep_ms, ddp_ms = median(measurement.samestep_ms), median(measurement.ddp_ms)
     bytes_per_gb = 1e9
     return [
         ["DDP, step", f"{min(measurement.ddp_ms):.0f}", f"{ddp_ms:.0f} ms", "1.00"],
-        ["ours, step", f"{min(measurement.ours_ms):.0f}", f"{samestep_ms:.0f} ms",
+        ["samestep, step", f"{min(measurement.samestep_ms):.0f}", f"{samestep_ms:.0f} ms",
          f"{samestep_ms / ddp_ms:.2f}"],
         ["DDP, memory of a rank", "", f"{measurement.rank_bytes / bytes_per_gb:.2f} GB", "1.00"],
-        ["ours, memory of a worker", "", f"{measurement.worker_bytes / bytes_per_gb:.2f} GB",
+        ["samestep, memory of a worker", "", f"{measurement.worker_bytes / bytes_per_gb:.2f} GB",
          f"{measurement.worker_bytes / measurement.rank_bytes:.2f}"],
-        ["ours, memory of the coordinator", "",
+        ["samestep, memory of the coordinator", "",
          f"{measurement.coordinator_bytes / bytes_per_gb:.2f} GB", ""],
     ]  # fmt: skip
 

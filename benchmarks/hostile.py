@@ -53,7 +53,7 @@ _MIB: Final = 1 << 20
 
 @dataclass(slots=True)
 class Measurement:
-    """The measurements of all turns of one kind."""
+    """The measurements of all turns with the attack, or of all turns without."""
 
     joins_ms: list[float] = field(default_factory=list)
     steps_ms: list[float] = field(default_factory=list)
@@ -93,7 +93,7 @@ class Attacker:
         )  # fmt: skip
 
     def send_command(self, word: str) -> None:
-        """Send `attack`, `rest` or `count`, and wait for the answer."""
+        """Send `attack`, `rest` or `count`; add the connections since the last command."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(word, file=self._process.stdin, flush=True)
@@ -122,7 +122,7 @@ async def _measure_joins(port: int, count: int) -> list[float]:
 def _measure_turn(
     coordinator: Coordinator, port: int, seconds: float, measurement: Measurement
 ) -> None:
-    """Let the run continue for some seconds, with joins at the same time."""
+    """Measure the run for some seconds, with joins at the same time."""
     first_event = len(coordinator.events)
     coordinator.wait_for("a commit", lambda event: event.name == "committed", first_event)
     begin_s, begin_cpu_s = time.monotonic(), coordinator.cpu_s
@@ -169,7 +169,7 @@ def _is_past(coordinator: Coordinator, step: int) -> Callable[[object], bool]:
 def measure(
     turns: int, seconds: float, connections: int
 ) -> tuple[Measurement, Measurement, Counter[str]]:
-    """Return the measurements without and with the attack, and its connections by kind."""
+    """Return the measurements without and with the attack, and its connections by attack."""
     undisturbed, attacked = Measurement(), Measurement()
     with tempfile.TemporaryDirectory() as name, running_cluster(Path(name)) as coordinator:
         port = int(coordinator.address.rpartition(":")[2])

@@ -25,7 +25,7 @@ _LATENCY: Final = "100ms"
 """Longest delay in a link's queue; packets that would wait longer are dropped."""
 
 
-def why_not() -> str:
+def why_unavailable() -> str:
     """Return why this machine cannot create hosts; empty if it can."""
     if os.geteuid() != 0:
         return "simulated hosts need root: network namespaces and traffic control"

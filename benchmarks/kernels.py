@@ -37,7 +37,7 @@ Work = Callable[[], Any]
 
 
 def cases(elements: int) -> tuple[dict[str, Work], list[Array]]:
-    """Return the functions to measure, by name, and the moments of the updates."""
+    """Return the functions to measure, by name, and the moment arrays that updates change."""
     rng = np.random.default_rng(0)
     state = [aligned_zeros(elements) for _ in range(3)]
     gradient, total, out = (aligned_zeros(elements) for _ in range(3))
@@ -77,7 +77,7 @@ def cases(elements: int) -> tuple[dict[str, Work], list[Array]]:
         codecs.pack(rounded_values if codec == "bfloat16" else total, codec)
 
     functions: dict[str, Work] = {
-        **{f"update and check, {name}": partial(step, name) for name in RULES},
+        **{f"update and check, {name}": partial(step, name) for name in OPTIMIZERS},
         "state digest, format 1": partial(digest, is_newest=False),
         "state digest": partial(digest, is_newest=True),
         "adamw, check and digest": partial(step_and_digest, step, state),
@@ -127,10 +127,10 @@ def step_and_digest(step: Callable[..., None], state: list[Array]) -> None:
 
 
 WORKERS = 8
-UPDATING = ("update", "adamw", "coordinator")
-"""Beginnings of the names of cases that update: another rule's moments may be invalid for
-theirs."""
-RULES = (
+UPDATE_CASES = ("update", "adamw", "coordinator")
+"""Prefixes of cases that update. Their moments are set to zero first: those of another optimizer
+may be invalid."""
+OPTIMIZERS = (
     "sgd", "momentum", "nesterov", "adamw", "lion", "schedule-free", "adam", "rmsprop", "adagrad",
 )  # fmt: skip
 CODECS: tuple[Codec, ...] = ("bfloat16", "int8", "int4", "topk")
@@ -148,7 +148,7 @@ def main() -> None:
         target for target in runnable_targets() if options.instructions in {None, target.name}
     ]
     if not targets:
-        raise SystemExit(why_not_native() or f"not here: {options.instructions}")
+        raise SystemExit(why_not_native() or f"this machine cannot run {options.instructions}")
     library = Library(targets[0])
     use_threads(options.threads)
     size = options.elements * 4 / 1e9
@@ -162,7 +162,7 @@ def main() -> None:
         for _ in range(options.rounds + 1):
             for native in (False, True):
                 with using(library if native else None):
-                    if name.startswith(UPDATING):
+                    if name.startswith(UPDATE_CASES):
                         for moment in moments:
                             moment.fill(0)
                     start = time.process_time(), time.perf_counter()

@@ -126,8 +126,8 @@ def train_bare(job: Job, steps: int) -> None:
         optimizer.zero_grad()
 
 
-def step_s(train: Callable[[Job, int], None], job: Job) -> float:
-    """Return the seconds of one step, without start and end of the run."""
+def measure_step_s(train: Callable[[Job, int], None], job: Job) -> float:
+    """Measure the seconds of one step, without start and end of the run."""
     times = []
     for steps in (3, 3 + job.steps):
         start_s = time.perf_counter()
@@ -140,7 +140,9 @@ def measure_row(job: Job, turns: int) -> tuple[str, ...]:
     """Measure both sides alternately; return a row of the table."""
     for train in (train_bare, train_with_fit):
         train(job, job.steps)
-    pairs = [(step_s(train_with_fit, job), step_s(train_bare, job)) for _ in range(turns)]
+    pairs = [
+        (measure_step_s(train_with_fit, job), measure_step_s(train_bare, job)) for _ in range(turns)
+    ]
     fit_s, bare_s = (median(column) for column in zip(*pairs, strict=True))
     ratio = median(a / b for a, b in pairs)
     megabytes = sum(parameter.numel() for parameter in job.model().parameters()) * 4 / 1e6

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.hosts import Host, Network, why_not
+from benchmarks.hosts import Host, Network, why_unavailable
 from benchmarks.machine import peak_bytes, print_heading, print_table
 from coordinator.operator.control_client import control_token
 from protocol.base.address import parse_address
@@ -49,7 +49,7 @@ class Measurement:
         steps_per_s: Rate from the first step to the last.
         cpu_ms: Processor time of the coordinator per step.
         peak_mb: Peak resident memory of the coordinator.
-        status_ms: Time of a status request during training; the slowest of ten.
+        status_ms: Time of the slowest of the first ten status requests during training.
         load: Load average at the end.
     """
 
@@ -101,14 +101,14 @@ class Coordinator:
         self.address, self._control = addresses_document["data"], addresses_document["control"]
 
     def request(self, path: str, document: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Send a request; return the answer."""
+        """Send a request; return the JSON object of the response."""
         data = None if document is None else json.dumps(document).encode()
         token = control_token(self._control)
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"}
         request = urllib.request.Request(f"http://{self._control}{path}", data, headers)
         with self._host.inside(), urllib.request.urlopen(request, timeout=60) as response:  # noqa: S310
-            answer: dict[str, Any] = json.load(response)
-        return answer
+            content: dict[str, Any] = json.load(response)
+        return content
 
     def cpu_s(self) -> float:
         """Return the processor time since the start."""
@@ -211,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         address, first_number, count = options.serve
         asyncio.run(serve(address, int(first_number), int(count)))
         return
-    if reason := why_not():
+    if reason := why_unavailable():
         sys.exit(reason)
     print_heading("Many workers on one coordinator")
     header = ["workers", "payload", "join s", "first step s", "steps/s", "coordinator CPU ms/step"]

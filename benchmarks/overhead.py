@@ -1,7 +1,7 @@
 """One worker against a bare PyTorch loop with the same arithmetic, and the time to the first step.
 
-Real coordinator, real worker, one thread; the job of deploy/runs/sms-spam.yaml. The sides alternate
-on the same steps while the other is idle, so every step is compared with itself.
+Real coordinator, real worker, one thread; the job of deploy/runs/sms-spam.yaml. The sides
+alternate, one idle while the other runs. Both take the same steps and are compared step by step.
 """
 
 from __future__ import annotations
@@ -173,8 +173,8 @@ def main() -> None:
     measurement = measure(short_job(JOB, options.rounds + WARMUP_STEPS), backend=options.backend)
     header = ["side", "steps", "min ms", "median ms", "compute", "update", "rest", "cpu"]
     print_table(header, rows(measurement))
-    print(f"ratio of medians {measurement.ratio:.3f}; each step to itself, median "
-          f"{measurement.paired_ratio:.3f}; each step's fastest {measurement.best_ratio:.3f}; "
+    print(f"ratio of medians {measurement.ratio:.3f}; median of step ratios "
+          f"{measurement.paired_ratio:.3f}; of fastest steps {measurement.best_ratio:.3f}; "
           f"processor time {measurement.cpu_ratio:.3f}")  # fmt: skip
     print(
         f"losses differ by at most {measurement.loss_difference:.1e}; load {os.getloadavg()[0]:.1f}"

@@ -80,10 +80,10 @@ def measure(case: Case, rounds: int, turns: int = TURNS) -> ExposedMs:
     """Measure all sides alternately, `rounds` steps in each turn; the first side is samestep."""
     steps = rounds + WARMUP_STEPS + 1
     runs: list[Interval] = []
-    step_us: dict[str, list[float]] = {"ours": []}
+    step_us: dict[str, list[float]] = {"samestep": []}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        cluster = Cluster([scripted_worker(case.compute_ms)] * case.workers, directory / "ours")
+        cluster = Cluster([scripted_worker(case.compute_ms)] * case.workers, directory / "samestep")
         with cluster, Ranks(case.workers, directory / "gloo") as ranks:
             for _ in range(turns):
                 runs.append(cluster.run(case.run_spec(steps)))
@@ -94,7 +94,7 @@ def measure(case: Case, rounds: int, turns: int = TURNS) -> ExposedMs:
         timelines = cluster.timelines()
     for run in runs:
         steps_of_run = step_times(timelines, run.start_us, run.end_us)
-        step_us["ours"] += intervals_us(steps_of_run[WARMUP_STEPS:])
+        step_us["samestep"] += intervals_us(steps_of_run[WARMUP_STEPS:])
     return {
         side: [span_us / 1e3 - case.compute_ms for span_us in spans]
         for side, spans in step_us.items()

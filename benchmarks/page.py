@@ -34,7 +34,7 @@ _MIB: Final = 1 << 20
 
 @dataclass(slots=True)
 class Measurement:
-    """The measurements of all turns of one kind."""
+    """The measurements of all turns with pages, or of all turns without."""
 
     steps_ms: list[float] = field(default_factory=list)
     memory_bytes: list[int] = field(default_factory=list)
@@ -47,12 +47,12 @@ class Measurement:
 
 async def _open_tab(http: aiohttp.ClientSession, control: str) -> None:
     """Keep one page open."""
-    has_events = asyncio.Event()
+    event_received = asyncio.Event()
 
     async def listen() -> None:
         async with http.get(f"http://{control}/events") as answer:
             async for _ in answer.content:
-                has_events.set()
+                event_received.set()
 
     async def fetch(path: str) -> Any:
         async with http.get(f"http://{control}/{path}") as answer:
@@ -64,9 +64,9 @@ async def _open_tab(http: aiohttp.ClientSession, control: str) -> None:
     while not listen_task.done():
         await fetch("status")
         last_step = (await fetch(f"history?after={last_step}"))["loss"]["full"]
-        has_events.clear()
+        event_received.clear()
         await asyncio.sleep(REFRESH_INTERVAL_S)
-        await has_events.wait()
+        await event_received.wait()
 
 
 async def _open_tabs(control: str, count: int) -> None:

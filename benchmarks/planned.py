@@ -24,7 +24,7 @@ _CHUNKS: Final = {5_300_000: 12, 100_000_000: 48, 540_000_000: 140, 4_000_000_00
 """Approximate number of chunks by size of the gradients."""
 _INNER_STEPS: Final = 100
 _INT8: Final = 0.266
-"""Bytes of a difference in int8, as a share of those in float32."""
+"""Bytes of a replica's difference in int8, relative to float32; averages are sent in 16 bits."""
 _HIDDEN_SHARE: Final = 2 / 3
 """Share of the computing in which backward can hide an exchange."""
 _ACCEPTABLE_SHARE: Final = 0.25
@@ -94,7 +94,7 @@ def comparison_rows() -> Iterator[list[str]]:
 
 
 def rows(computes_s: float) -> Iterator[list[str]]:
-    """Return the rows of the table: each link and size at 4, 16 and 64 hosts."""
+    """Yield the rows of the table: each link and size at 4, 16 and 64 hosts."""
     for mbit in _MBITS:
         for size in _BYTES:
             for hosts in (4, 16, 64):
@@ -120,7 +120,7 @@ def two_levels_s(volume: Volume, hosts: int, mbit: float) -> float:
 
 
 def many_hosts_rows() -> Iterator[list[str]]:
-    """Return the rows of the table of 64 to 1,024 hosts: star, two levels of stars, and sharded."""
+    """Yield the rows of the table of 64 to 1,024 hosts: star, two levels of stars, and sharded."""
     for mbit in (1_000, 10_000, 100_000):
         for size in _BYTES[:3]:
             for hosts in (64, 256, 1_024):

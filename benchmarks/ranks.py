@@ -1,4 +1,4 @@
-"""Processes of torch.distributed that execute commands and wait between them."""
+"""Processes of torch.distributed over gloo that execute commands one at a time."""
 
 from __future__ import annotations
 
@@ -94,6 +94,6 @@ def spans_us(answers: Sequence[Sequence[Sequence[float]]]) -> list[float]:
 
 
 def intervals_us(answers: Sequence[Sequence[Sequence[float]]]) -> list[float]:
-    """Return the time from each step's end at the last rank to that of the next step."""
+    """Return the times between the ends of consecutive steps, each at its last rank."""
     ends = [max(end for _, end in spans) for spans in zip(*answers, strict=True)]
     return [next_us - previous_us for previous_us, next_us in pairwise(ends)]

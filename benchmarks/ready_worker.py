@@ -1,7 +1,8 @@
 """A worker whose device waits, then returns the gradients of all blocks at once.
 
 It isolates the exchange of a step: the previous step is over when the exchange starts, and nothing
-is computed meanwhile. Everything except the device is the real worker. `benchmarks.sync` starts it.
+is computed meanwhile. Everything except the device is the real worker. `benchmarks.sync` and
+`benchmarks.shaped` start it.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class ReadyDevice:
         return Scripted(spec)
 
 
-def several_devices(devices: int, quiet_ms: float, trace: Path) -> DeviceSet:
+def create_device_set(devices: int, quiet_ms: float, trace: Path) -> DeviceSet:
     """Return several ready devices as one multi-device worker."""
     names: dict[str, int | str | None] = {f"device{number}": number for number in range(devices)}
     module = "benchmarks.ready_device"
@@ -100,14 +101,14 @@ async def serve(address: str, name: str, quiet_ms: float, trace: Path, devices: 
     target = Target(host, int(port), name, "scripted", 10.0)
     with Tracer(trace, name) as tracer:
         backend_factory = (
-            several_devices(devices, quiet_ms, trace) if devices > 1 else ReadyDevice(quiet_ms)
+            create_device_set(devices, quiet_ms, trace) if devices > 1 else ReadyDevice(quiet_ms)
         )
         client = Client(target, backend_factory, WorkerCredentials(), lambda _: None, tracer)
         return await client.serve()
 
 
 def main() -> None:
-    """Run the command, which has the options of a worker that `benchmarks.sync` uses."""
+    """Run the command, which has the options of a worker that the benchmarks use."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--coordinator", required=True)
     parser.add_argument("--name", required=True)

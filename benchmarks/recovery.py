@@ -47,8 +47,7 @@ class Case:
 
     @property
     def run_spec(self) -> dict[str, Any]:
-        """Return the spec of a run that is longer than any measurement, with checkpoints on
-        request."""
+        """Return the run spec; checkpoints are written on request only."""
         return {
             "name": "recovery",
             "task": "scripted",
@@ -73,7 +72,7 @@ class Recovery:
         connected_s: Until the first worker has reconnected.
         ready_s: Until the first worker has reported its state.
         committed_s: Until the next step is committed.
-        later_s: Duration of the longest of the following steps, while the replica catches up.
+        later_s: Duration of the longest of the next six steps, while the replica catches up.
     """
 
     resumed_s: float
@@ -197,7 +196,7 @@ class _Cluster:
 
 
 def measure(case: Case, kills: int, seed: int = 1) -> Measurement:
-    """Measure `kills` faults of each kind."""
+    """Measure `kills` restarts of the coordinator, kills of a worker and stops of a worker."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         spec = directory / "run.yaml"
@@ -221,7 +220,7 @@ def rows(case: Case, measurement: Measurement) -> list[list[str]]:
     step_s, restarts = measurement.step_s, measurement.coordinator
     lines: Sequence[tuple[str, list[float]]] = (
         ("coordinator killed, to the next commit", [restart.committed_s for restart in restarts]),
-        ("  of this beyond a step", [restart.committed_s - step_s for restart in restarts]),
+        ("  longer than a step by", [restart.committed_s - step_s for restart in restarts]),
         (
             "  until it has read the last step from disk",
             [restart.resumed_s for restart in restarts],

@@ -1,15 +1,16 @@
 """Runs with replicas: their loss, their traffic, and how busy they keep machines on slow links.
 
     python -m benchmarks.replicas loss [--inner-steps-in-all N] [--first N] [--out DIR]
+    python -m benchmarks.replicas show [--inner-steps-in-all N] [--out DIR]
     python -m benchmarks.replicas utilization [--share N] [--rounds N]
     python -m benchmarks.replicas traffic [--share N] [--rounds N]
 
 `loss` trains `small-llama` synchronously and with K replicas, H inner steps and a codec, all on the
-same number of tokens. It writes each result at once, and continues an interrupted measurement. The
-other commands use four workers whose devices only wait. `utilization` needs root, for
-hosts with links of limited speed (`benchmarks.hosts`); it divides a state of 540 MB and its inner
-steps by `--share`, so all times that determine the result shrink alike. `traffic` counts the
-bytes on the coordinator's connections per sample.
+same number of tokens. It writes each result at once, and continues an interrupted measurement.
+`show` prints these results and trains no model. The other commands use four workers whose devices
+only wait. `utilization` needs root, for hosts with links of limited speed (`benchmarks.hosts`); it
+divides a state of 540 MB and its inner steps by `--share`, so all times that determine the result
+shrink alike. `traffic` counts the bytes on the coordinator's connections per sample.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.cluster import Cluster, run_to_end, scripted_worker
-from benchmarks.hosts import Network, why_not
+from benchmarks.hosts import Network, why_unavailable
 from benchmarks.machine import print_heading, print_table
 from benchmarks.plot import Axis, Line, Panel, draw_panels
 from coordinator.storage.directory.journal import read_evaluations
@@ -38,7 +39,7 @@ _TOKENS: Final = 64
 _STATE_BYTES: Final = 540_000_000
 _INNER_MS: Final = 664.0
 """Duration of an inner step on 32k tokens, with 135 M parameters at 40 TFLOP/s."""
-_H: Final = 500
+_ROUND_INNER_STEPS: Final = 500
 _HOSTS: Final = 4
 _STEP_MS: Final = 100.0
 """Time of a device in a step or round whose traffic is counted: long enough that each worker
@@ -48,7 +49,7 @@ computes its own sample. One worker with two samples would send their sum, which
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One way to train; `inner_steps` 0 is the synchronous run on the same number of tokens.
+    """A training configuration; `inner_steps` 0: a synchronous run on the same number of tokens.
 
     Without `momentum` the outer update adopts the average of all replicas. With it the outer update
     is the run spec's default, DiLoCo's Nesterov momentum, which needs many rounds.
@@ -105,7 +106,7 @@ def _lossy_cases(replicas: int, inner_steps: int) -> list[Case]:
 
 
 def train_case(case: Case, total: int, directory: Path) -> dict[str, Any]:
-    """Train a case; return its held-out losses by number of tokens."""
+    """Train a case; return its evaluation losses by number of tokens, and all tokens trained."""
     run_to_end(_SPEC, directory, [*case.settings(total)])
     tokens_per_step = case.replicas * max(case.inner_steps, 1) * _BATCH * _TOKENS
     evaluations_by_step = read_evaluations(directory / "journal.jsonl", total)
@@ -145,7 +146,7 @@ def print_results(total: int, out: Path) -> None:
         synchronous_loss.setdefault(case.replicas, loss)
         excess = f"{100 * (loss / synchronous_loss[case.replicas] - 1):+.2f} %"
         rows.append([case.name, f"{result['tokens'] / 1e6:.2f} M", f"{loss:.4f}", excess])
-    print_heading("loss on held-out text, against the synchronous run on the same number of tokens")
+    print_heading("evaluation loss, against the synchronous run on the same number of tokens")
     print_table(["run", "tokens", "loss", "to synchronous"], rows)
     plot = out / "loss.svg"
     plot.write_text(plot_curves(curves))
@@ -211,12 +212,12 @@ class RoundCodec:
     def title(self) -> str:
         if not self.codec:
             return "synchronous, float32"
-        return f"H={_H} {self.codec} up, {self.averages} down"
+        return f"H={_ROUND_INNER_STEPS} {self.codec} up, {self.averages} down"
 
     @property
     def inner_steps(self) -> int:
         """Return the inner steps in a step of the run."""
-        return _H if self.codec else 1
+        return _ROUND_INNER_STEPS if self.codec else 1
 
     def spec(self, share: int) -> dict[str, Any]:
         """Return a run spec for four workers with one sample each per inner step."""
@@ -231,7 +232,7 @@ class RoundCodec:
         }  # fmt: skip
         if self.codec:
             document["replicas"] = {
-                "count": _HOSTS, "inner_steps": _H,
+                "count": _HOSTS, "inner_steps": _ROUND_INNER_STEPS,
                 "codec": self.codec, "averages": self.averages,
             }  # fmt: skip
         return document
@@ -301,7 +302,7 @@ def measure_step(
 
 def measure_utilization(share: int, rounds: int) -> None:
     """Measure each case of `LINK_CASES` once."""
-    if reason := why_not():
+    if reason := why_unavailable():
         sys.exit(reason)
     print_heading(f"devices at work, 4 hosts, state of 540 MB and 664 ms a step, both over {share}")
     rows = []

@@ -1,8 +1,8 @@
 """Throughput of N workers, against N times that of one worker, with the same batch per step.
 
 Scripted devices sleep 50 ms per microbatch, so any number of them fits on one machine; coordinator,
-workers and exchange are real. 4 and 16 devices are also measured as 4 multi-device workers. The
-last cases are real CPU workers with one thread each.
+workers and exchange are real. One case has up to 4 workers; its 16 devices are 4 workers with 4
+devices each. The last cases are real CPU workers with one thread each.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Case:
         command: The command of each worker.
         document: The run spec.
         workers: Numbers of workers to measure; the first is 1.
-        share: Factor on `--rounds`, the number of steps.
+        round_factor: Factor on `--rounds`, the number of steps.
         hosts: Number of multi-device workers, if there are more devices; 0: every device is a
             separate worker.
     """
@@ -45,7 +45,7 @@ class Case:
     command: tuple[str, ...]
     document: dict[str, Any]
     workers: tuple[int, ...]
-    share: float = 1.0
+    round_factor: float = 1.0
     hosts: int = 0
 
     def cluster(self, count: int, directory: Path) -> Cluster:
@@ -92,7 +92,7 @@ StepTimes = dict[int, list[float]]
 
 def measure(case: Case, rounds: int, turns: int = TURNS) -> StepTimes:
     """Measure each number of workers in each turn, while the other clusters are idle."""
-    steps = max(1, round(rounds * case.share)) + WARMUP_STEPS + 1
+    steps = max(1, round(rounds * case.round_factor)) + WARMUP_STEPS + 1
     document = {**case.document, "steps": steps}
     runs: dict[int, list[Interval]] = {count: [] for count in case.workers}
     with tempfile.TemporaryDirectory() as name:
@@ -117,7 +117,7 @@ def measure(case: Case, rounds: int, turns: int = TURNS) -> StepTimes:
 
 
 def rows(case: Case, times_by_workers: StepTimes) -> list[list[str]]:
-    """Return the rows for one case: samples per second, and the share of N times one worker."""
+    """Return the rows for one case: samples per second, and their ratio to N times one worker's."""
     samples = case.document["batch"]["samples"]
     return [
         [

@@ -67,7 +67,9 @@ def main() -> None:
         "dialogues"
     )
     print(f"held-out loss before: TRL {trl_result['before']:.7f}")
-    print(f"held-out loss after:  ours {samestep_result['loss']:.7f}, TRL {trl_result['loss']:.7f}")
+    print(
+        f"held-out loss after: samestep {samestep_result['loss']:.7f}, TRL {trl_result['loss']:.7f}"
+    )
     print(f"relative difference: {relative_difference:.2e} (limit {MAX_RELATIVE_DIFFERENCE:g})")
     sys.exit(relative_difference > MAX_RELATIVE_DIFFERENCE)
 

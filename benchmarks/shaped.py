@@ -1,6 +1,6 @@
 """The exchange of a step between hosts with links of limited speed, against gloo's all-reduce.
 
-`python -m benchmarks.shaped [ROW ...] [--rounds N] [--turns N] [--ways WAY ...] [--bfloat16]`.
+`python -m benchmarks.shaped [ROW ...] [--rounds N] [--turns N] [--ways TOPOLOGY ...] [--bfloat16]`.
 Hosts are network namespaces of this machine (`benchmarks.hosts`, needs root). Coordinator and first
 worker share a host, whose only path to the other hosts is its link. samestep runs the real commands
 with TLS, as in `benchmarks.sync`, as a star and sharded; gloo runs on the same hosts, alternating.
@@ -22,7 +22,7 @@ from statistics import median
 from typing import Final
 
 from benchmarks.cluster import Cluster, Interval
-from benchmarks.hosts import Host, Network, why_not
+from benchmarks.hosts import Host, Network, why_unavailable
 from benchmarks.machine import print_heading, print_table
 from benchmarks.ranks import Ranks, spans_us
 from benchmarks.sync import Case
@@ -159,7 +159,7 @@ def measure(
     out_mb, in_mb = (byte_count / bytes_per_mb_and_round for byte_count in bytes_by_side["gloo"])
     turns_by_side = {"gloo": SideMeasurement([span_us / 1e3 for span_us in gloo_us], out_mb, in_mb)}
     for topology in topologies:
-        ms = _averaged_ms(timelines, intervals[topology], row.case.workers)
+        ms = _exchange_ms(timelines, intervals[topology], row.case.workers)
         out_mb, in_mb = (
             byte_count / bytes_per_mb_and_round for byte_count in bytes_by_side[topology]
         )
@@ -180,7 +180,7 @@ def _counting(host: Host, totals: list[int]) -> Iterator[None]:
         totals[direction] += count - start_count
 
 
-def _averaged_ms(
+def _exchange_ms(
     timelines: Sequence[Timeline], intervals: Sequence[Interval], workers: int
 ) -> list[float]:
     """Return the time from the first payload sent to the last average received, for steps in which
@@ -215,13 +215,15 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=10, help="in each turn")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--ways", nargs="+", choices=_TOPOLOGIES, default=_TOPOLOGIES)
+    parser.add_argument(
+        "--ways", nargs="+", dest="topologies", choices=_TOPOLOGIES, default=_TOPOLOGIES
+    )
     parser.add_argument("--bfloat16", action="store_true", help="for samestep, in both directions")
     options = parser.parse_args()
     unknown = [name for name in options.rows if name not in ROWS]
     if unknown:
         parser.error(f"expected rows of {', '.join(ROWS)}, got {', '.join(unknown)}")
-    if reason := why_not():
+    if reason := why_unavailable():
         print(f"skipped: {reason}")
         sys.exit(0)
     print_heading("Mean of N workers' gradients over links of limited speed, per round, over ranks")
@@ -229,7 +231,9 @@ def main() -> None:
     table: list[list[str]] = []
     for name in options.rows or ROWS:
         row = replace(ROWS[name], case=replace(ROWS[name].case, precision=precision))
-        table += table_rows(name, row, measure(row, options.ways, options.rounds, options.turns))
+        table += table_rows(
+            name, row, measure(row, options.topologies, options.rounds, options.turns)
+        )
     header = ["what", "rounds", "min ms", "median ms", "ratio", "link limit ms", "out MB", "in MB"]
     header.append("coordinator MB")
     print_table(header, table)

@@ -1,4 +1,4 @@
-"""Where a step's time goes, from the start of one update to the start of the next."""
+"""The parts of a step's time, from the start of one update to the start of the next."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Case:
         quiet_ms: Time that workers wait in each step before all gradients are ready, enough for the
             previous step's update and digest.
         precision: Precision of samestep's messages in both directions; gloo uses float32.
-        topology: Whether the coordinator averages, or the workers.
+        topology: `star`: the coordinator averages; `sharded`: the workers do.
     """
 
     workers: int
@@ -76,7 +76,7 @@ class Measurement:
         averaged_ms: Time from the first payload sent to the last average received.
         committed_ms: Time to the start of the update, including norm, digest, agreement and commit.
         gloo_ms: Time of all-reduce and division.
-        uneven_rounds: Number of omitted rounds, in which not every worker had a part of the step.
+        uneven_rounds: Number of omitted rounds, in which some worker sent no payload.
     """
 
     averaged_ms: list[float]
@@ -139,8 +139,8 @@ def rows(case: Case, measurement: Measurement) -> list[list[str]]:
     reference = median(measurement.gloo_ms)
     series: Sequence[tuple[str, list[float]]] = (
         ("gloo all-reduce, division", measurement.gloo_ms),
-        ("ours, last average received", measurement.averaged_ms),
-        ("ours, commit received", measurement.committed_ms),
+        ("samestep, last average received", measurement.averaged_ms),
+        ("samestep, commit received", measurement.committed_ms),
     )
     return [
         [f"{label}: {side}", str(len(ms)), f"{min(ms):.1f}", f"{median(ms):.1f}",

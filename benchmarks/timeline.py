@@ -1,5 +1,5 @@
-"""Read from traces when a step's payloads are sent, its averages received and its update
-applied."""
+"""Times in traces at which a step's payloads are sent, its averages received and its update
+begins."""
 
 from __future__ import annotations
 

@@ -230,7 +230,7 @@ def measure_throughput(megabytes: int) -> None:
         core = sorted(sent_mb / turn.process_s for turn in turns)
         loop_ms = median(turn.loop_s for turn in turns) * 1e3 / (sent_mb / 100)
         rates = (clock[-1], median(clock), core[-1], median(core), loop_ms)
-        rows.append([name, *(f"{figure:.0f}" for figure in rates)])
+        rows.append([name, *(f"{rate:.0f}" for rate in rates)])
     header = ["side", "max MB/s", "median", "a core each: max", "median", "loop ms for 100 MB"]
     print_table(header, rows)
 

@@ -57,8 +57,8 @@ def torch_side(reference: Reference) -> TorchSide:
     has_cuda = torch.cuda.is_available()
     if reference == "cuda" and not has_cuda:
         raise SystemExit("--against cuda: torch has no CUDA device here; use --against cpu")
-    kind: Literal["cpu", "cuda"] = "cuda" if has_cuda and reference != "cpu" else "cpu"
-    return TorchSide(EagerBackend(kind))
+    device_type: Literal["cpu", "cuda"] = "cuda" if has_cuda and reference != "cpu" else "cpu"
+    return TorchSide(EagerBackend(device_type))
 
 
 def peak_tflops(multiprocessors: int, capability: tuple[int, int], clock_khz: int) -> float | None:

@@ -53,8 +53,7 @@ def run_spec(microbatches: int, steps: int) -> dict[str, Any]:
 
 def rate_of(microbatches: int, step_us: list[float]) -> Rate:
     """Return the rate from the time of each step."""
-    per_us = 1e6 * microbatches
-    return Rate(per_us / median(step_us), per_us / min(step_us))
+    return Rate(1e6 * microbatches / median(step_us), 1e6 * microbatches / min(step_us))
 
 
 def measure(speeds_ms: tuple[float, ...], microbatches: int, steps: int) -> Rate:

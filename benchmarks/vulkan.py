@@ -117,7 +117,7 @@ def matmul_row(
 
 @dataclass(frozen=True, slots=True)
 class _ForcedFusion(KernelOptions):
-    """AttentionPolicy attention or does not, as `fused` says, whether or not this is faster."""
+    """Kernel options that fuse attention if `fused` is true, whether or not this is faster."""
 
     fused: bool = False
 

@@ -21,7 +21,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 readonly set_name="${1:-run}"
 readonly venv="${SAMESTEP_VENV:-.venv}"
 readonly wheel="${SAMESTEP_WHEEL:-}"
-readonly torch_asked="${TORCH:-}"
+readonly requested_torch="${TORCH:-}"
 readonly stamp="$venv/samestep.lock"
 readonly coordinator_mib=400 cpu_mib=2000 cuda_mib=9000 rocm_mib=17000 compiler_mib=600 # measured sizes of the finished environment, plus a margin
 
@@ -42,13 +42,13 @@ run) requirements=(run assets) ;;
 dev) requirements=(run assets dev) ;;
 *) fail 2 "expected environment.sh with one of ${set_names[*]}, got '$set_name'" ;;
 esac
-case "$torch_asked" in
+case "$requested_torch" in
 "" | cpu | cuda | rocm) ;;
-*) fail 2 "expected TORCH=cpu, TORCH=cuda or TORCH=rocm, got '$torch_asked'" ;;
+*) fail 2 "expected TORCH=cpu, TORCH=cuda or TORCH=rocm, got '$requested_torch'" ;;
 esac
 
 # One line per set, so that an environment for development also counts as one for running.
-wanted() {
+stamp_lines() {
     local name files=(pyproject.toml ${wheel:+"$wheel"})
     [ -n "$wheel" ] || files+=($(compgen -G 'protocol/exact/kernels/*.[ch]'))
     for name in "${set_names[@]}"; do
@@ -143,7 +143,7 @@ explain() {
     fail 1 "cannot create $venv: ${last:-no reason given}"
 }
 
-# Print the version of NVIDIA's driver; nothing if none is loaded.
+# Print the version of NVIDIA's driver; print an empty string if none is loaded.
 nvidia_driver() {
     local found
     found=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null) || return 0
@@ -152,26 +152,26 @@ nvidia_driver() {
     return 0
 }
 
-# Print cpu, cuda or rocm, or nothing if cpu and cuda are both fine.
+# Print cpu, cuda or rocm; print an empty string if cpu and cuda are both fine.
 choose_torch() {
     local found least
     found=$(nvidia_driver)
     least=$(sed -n "s/^# Needs NVIDIA's driver \([0-9.]*\) or later.*/\1/p" requirements/cuda.txt)
     if [ -n "$found" ] && [ "$(printf '%s\n' "$least" "$found" | sort -V | head -n 1)" != "$least" ]; then
-        [ "$torch_asked" = cuda ] && fail 78 \
+        [ "$requested_torch" = cuda ] && fail 78 \
             "expected NVIDIA's driver $least or later, found $found; see docs/deploying.md"
-        [ -n "$torch_asked" ] ||
+        [ -n "$requested_torch" ] ||
             say "NVIDIA's driver is $found, but CUDA needs $least or later: cards are not used (see docs/deploying.md)"
         found=""
     fi
-    if [ -n "$torch_asked" ]; then
-        printf '%s' "$torch_asked"
+    if [ -n "$requested_torch" ]; then
+        printf '%s' "$requested_torch"
     elif [ -n "$found" ]; then
         printf cuda
     fi
 }
 
-# Fails if pip does not find the CPU build and nobody asked for it: then the index's build is fine.
+# Fail if pip does not find the CPU build and TORCH does not request it: then the index's build is fine.
 install_cpu_torch() {
     local python locked
     python=$("$venv/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
@@ -179,11 +179,11 @@ install_cpu_torch() {
     if [[ " $locked " == *" $python "* ]]; then
         pip --require-hashes -r requirements/cpu.txt && return
         unreachable "$log" || [[ "$log" != *"No matching"* ]] && explain "$log"
-        [ "$torch_asked" = cpu ] && fail 69 \
+        [ "$requested_torch" = cpu ] && fail 69 \
             "pip does not find torch's CPU build; set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU builds, or unset TORCH (see docs/deploying.md)"
         say "pip does not find torch's CPU build; installing the index's build, several GB"
     else
-        [ "$torch_asked" = cpu ] && fail 78 \
+        [ "$requested_torch" = cpu ] && fail 78 \
             "torch's CPU build is locked for Python $locked, found $python; set PYTHON, or unset TORCH"
         say "torch's CPU build is not locked for Python $python; installing the index's build, several GB"
     fi
@@ -260,11 +260,11 @@ install() {
         >/dev/null || true
 }
 
-# Whether the build in this last line of the stamp is the requested one. If none is requested, CUDA's
+# Succeed if the build in the stamp's last line is the requested one. If none is requested, CUDA's
 # build is always fine, and the CPU build is fine until there is a driver for CUDA.
-fits() {
-    if [ -n "$torch_asked" ]; then
-        [ "$1" = "torch $torch_asked" ]
+build_fits() {
+    if [ -n "$requested_torch" ]; then
+        [ "$1" = "torch $requested_torch" ]
         return
     fi
     if [ "$1" != "torch cpu" ] || [ "$(choose_torch 2>/dev/null)" != cuda ]; then
@@ -275,26 +275,26 @@ fits() {
 }
 
 main() {
-    local wanted held=""
-    wanted=$(wanted)
-    [ -r "$stamp" ] && held=$(cat "$stamp")
-    case $'\n'"$held"$'\n' in
-    *$'\n'"$wanted"$'\n'*)
+    local lines previous=""
+    lines=$(stamp_lines)
+    [ -r "$stamp" ] && previous=$(cat "$stamp")
+    case $'\n'"$previous"$'\n' in
+    *$'\n'"$lines"$'\n'*)
         # The set fits; does torch's build?
-        [ "$set_name" = coordinator ] || fits "${held##*$'\n'}" && return
+        [ "$set_name" = coordinator ] || build_fits "${previous##*$'\n'}" && return
         ;;
     esac
     torch=""
     [ "$set_name" = coordinator ] || torch=$(choose_torch)
-    # An interrupted run left it incomplete.
-    [ "$held" = making ] && rm -rf "$venv"
+    # An interrupted run left the environment incomplete.
+    [ "$previous" = making ] && rm -rf "$venv"
     if [ ! -x "$venv/bin/python" ]; then
         need_space "$([ "$set_name" = coordinator ] && echo "$coordinator_mib" || echo "$cpu_mib")"
         make_venv
     fi
     echo making >"$stamp" || fail 1 "cannot write $stamp"
     install
-    printf '%s\n' "$wanted" ${torch:+"torch $torch"} >"$stamp" || fail 1 "cannot write $stamp"
+    printf '%s\n' "$lines" ${torch:+"torch $torch"} >"$stamp" || fail 1 "cannot write $stamp"
     say "ready; next: . $venv/bin/activate"
 }
 

@@ -46,7 +46,9 @@ def test_sync_measures_every_round_of_samestep_and_gloo(turns):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not() or "hosts can be made")
+@pytest.mark.skipif(
+    bool(hosts.why_unavailable()), reason=hosts.why_unavailable() or "hosts can be made"
+)
 def test_shaped_measures_both_topologies_and_counts_bytes():
     row = shaped.Row((1000, 100), (0, 0, 1), sync.Case(3, 2, 4096, 200))
     # Two blocks of 4,096 bytes, over a link of 100 Mbit/s, which is 1e5 bits per millisecond.
@@ -76,7 +78,7 @@ def test_reconnect_measures_short_and_long_logs():
 def test_overlap_measures_samestep_and_ddp():
     case = overlap.Case(workers=2, blocks=2, block_bytes=4096, block_ms=2)
     exposed_ms = overlap.measure(case, rounds=2, turns=1)
-    assert [*exposed_ms][:2] == ["ours", "DDP, default buckets"]
+    assert [*exposed_ms][:2] == ["samestep", "DDP, default buckets"]
     assert len(exposed_ms) == 1 + len(overlap.BUCKETS_MB)
     for round_ms in exposed_ms.values():
         assert len(round_ms) == 2
@@ -257,7 +259,7 @@ def test_full_llama_measures_samestep_and_ddp_and_their_memory():
     small = {"vocab_size": 2048, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
              "num_attention_heads": 2, "num_key_value_heads": 2}  # fmt: skip
     measurement = full_llama.measure(2, 1, {**full_llama.CONFIG, **small})
-    assert len(measurement.ours_ms) == len(measurement.ddp_ms) > 0
+    assert len(measurement.samestep_ms) == len(measurement.ddp_ms) > 0
     # Every process imports torch or numpy, which takes more than 10 MB.
     assert (
         min(measurement.coordinator_bytes, measurement.worker_bytes, measurement.rank_bytes) > 1e7

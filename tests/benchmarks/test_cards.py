@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from benchmarks import cards
-from benchmarks.cards import Devices, Part, report, run_parts_in_order
+from benchmarks.cards import Devices, Part, format_report, run_parts_in_order
 
 NO_CARDS = Devices(why_no_vulkan="no Vulkan loader")
 TORCH_AND_VULKAN = Devices(("a card",), "a card")
@@ -40,7 +40,7 @@ def test_report_contains_the_result_and_output_of_each_part():
         outcome.result.startswith("skipped: no time is left; run it with --only")
         for outcome in outcomes_without_time
     )
-    assert "```\n42\n```" in report(TORCH_AND_VULKAN, [passed, failed, stopped])
+    assert "```\n42\n```" in format_report(TORCH_AND_VULKAN, [passed, failed, stopped])
 
 
 @pytest.mark.parametrize("part", cards.PARTS, ids=lambda part: part.name)
@@ -49,10 +49,10 @@ def test_test_files_of_each_part_exist(part):
     assert all((cards.ROOT / file).exists() for file in files)
 
 
-def test_crash_in_the_search_for_cards_is_the_reason_against_every_card(monkeypatch):
+def test_crash_in_the_search_for_cards_is_the_reason_to_skip_every_card(monkeypatch):
     monkeypatch.setattr(sys, "executable", "false")  # a command that fails, as a driver may
     devices = cards.find_devices()
-    assert devices.reason_against(["card"]) == "the search for cards ended with exit code 1: "
-    assert devices.reason_against(["vulkan"]).startswith(
+    assert devices.reason_to_skip(["card"]) == "the search for cards ended with exit code 1: "
+    assert devices.reason_to_skip(["vulkan"]).startswith(
         "no card with Vulkan: the search for cards ended"
     )

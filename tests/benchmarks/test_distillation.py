@@ -44,7 +44,7 @@ def test_capture_and_reading_are_timed(tmp_path):
     # The other bytes are the input token, its mask, and a part of the sample's header.
     assert logits_bytes < measurement.token_bytes < logits_bytes + 8
     reading = capture.time_reading(STUDENT, capture.logits_in(tmp_path))
-    assert 0 < reading.share < 1
+    assert 0 < reading.read_fraction < 1
 
 
 def test_train_students_resumes_a_begun_run_and_skips_a_finished_run(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from benchmarks.attack import KINDS, SOURCE_ADDRESS
+from benchmarks.attack import ATTACKS, SOURCE_ADDRESS
 from benchmarks.hostile import Attacker
 from protocol.base import limits
 from tests.event_loop import on_uvloop
@@ -42,7 +42,7 @@ async def test_run_and_joiners_succeed_under_a_thousand_hostile_connections(tmp_
             attacker.close()
         assert growth.peak_bytes <= MEMORY_BYTES
         assert 0 < limit <= limits.UNAUTHENTICATED_CONNECTIONS_PER_ADDRESS
-        assert all(attacker.attempts[kind.__name__] for kind in KINDS)
+        assert all(attacker.attempts[kind.__name__] for kind in ATTACKS)
         assert not live.find_event("worker_lost", worker="w0")
     assert result["weights_digest"] == reference["weights_digest"]
 

@@ -1,6 +1,7 @@
 """A base is quantized while it is read: memory holds the quantized base and one full weight.
 
-`python -m benchmarks.narrow_base` measures the peak at the size of real models, on Vulkan too.
+`python -m benchmarks.quantized_base_memory` measures the peak at the size of real models, on Vulkan
+too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Main memory of LoRA by storage format of the frozen base, from reading the model to training.
 
-    python -m benchmarks.narrow_base
-    python -m benchmarks.narrow_base --model qwen3-4b --layers 9 --kinds int4 --backends cpu vulkan
+    python -m benchmarks.quantized_base_memory
+    python -m benchmarks.quantized_base_memory --model qwen3-4b --layers 9 --kinds int4 \
+        --backends cpu vulkan
 
 Each format and backend runs in its own process. The command prints the peak of the resident memory
 beyond that of the libraries, including mapped files, in total and by phase, with the estimate of
@@ -40,7 +41,7 @@ from worker.results.gguf_file import write_gguf
 from worker.tasks.registry import build
 
 ROOT: Final = Path(__file__).parents[1]
-KINDS: Final = ("float32", "bfloat16", "int8", "int4", "nf4", "q8_0", "q4_0")
+FORMATS: Final = ("float32", "bfloat16", "int8", "int4", "nf4", "q8_0", "q4_0")
 FROM_GGUF: Final = "int4 of a GGUF file"
 MODELS: Final[dict[str, dict[str, Any]]] = {
     "llama-155m": {
@@ -64,7 +65,7 @@ def main() -> None:
     parser.add_argument(
         "--layers", type=int, default=0, help="number of layers, instead of the model's"
     )
-    parser.add_argument("--kinds", nargs="+", default=[*KINDS, FROM_GGUF])
+    parser.add_argument("--kinds", nargs="+", dest="formats", default=[*FORMATS, FROM_GGUF])
     parser.add_argument("--backends", nargs="+", default=["cpu"])
     parser.add_argument(
         "--set", nargs="+", default=[], dest="settings", help="KEY=VALUE of the run spec"
@@ -79,10 +80,10 @@ def main() -> None:
         directory = directory.resolve()
         run = directory / "run.json"
         if not run.is_file():
-            write_run(directory, config, with_gguf=FROM_GGUF in options.kinds)
+            write_run(directory, config, with_gguf=FROM_GGUF in options.formats)
         for backend in options.backends:
-            for kind in options.kinds:
-                print(measure_in_process(run, backend, kind, options.settings), flush=True)
+            for base_format in options.formats:
+                print(measure_in_process(run, backend, base_format, options.settings), flush=True)
 
 
 def write_run(directory: Path, config: dict[str, Any], *, with_gguf: bool) -> Path:
@@ -138,25 +139,25 @@ def _random_tensor(template: torch.Tensor, generator: torch.Generator) -> torch.
     return (torch.randn(template.shape, generator=generator) * 0.02).bfloat16()
 
 
-_MEASURE: Final = """
+_MEASURE_SCRIPT: Final = """
 import sys
-from benchmarks.narrow_base import measure
+from benchmarks.quantized_base_memory import measure
 print(measure(*sys.argv[1:]))
 """
 
 
-def measure_in_process(run: Path, backend: str, kind: str, settings: list[str]) -> str:
+def measure_in_process(run: Path, backend: str, base_format: str, settings: list[str]) -> str:
     """Run `measure` in a new process; return its line."""
-    process = subprocess.run(  # noqa: S603 -- this very file
-        [sys.executable, "-c", _MEASURE, str(run), backend, kind, *settings],
+    process = subprocess.run(  # noqa: S603 -- our own module
+        [sys.executable, "-c", _MEASURE_SCRIPT, str(run), backend, base_format, *settings],
         env=child_environment(), stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT,
     )  # fmt: skip
     return process.stdout.splitlines()[-1]
 
 
-def measure(run: str, device: str, kind: str, *settings: str) -> str:
-    """Train two microbatches; return the peak growth of resident memory by phase."""
-    base_dtype, _, is_gguf = kind.partition(" ")
+def measure(run: str, device: str, base_format: str, *settings: str) -> str:
+    """Train two microbatches; return a line with the peak of resident memory in each phase."""
+    base_dtype, _, is_gguf = base_format.partition(" ")
     source = [f"model.source={Path(run).parent / 'model.gguf'}"] if is_gguf else []
     spec = load_run_spec(Path(run), [f"model.base_dtype={base_dtype}", *source, *settings])
     assert isinstance(spec, ModelRun)
@@ -167,10 +168,10 @@ def measure(run: str, device: str, kind: str, *settings: str) -> str:
     @contextlib.contextmanager
     def phase(name: str) -> Iterator[None]:
         start_s = time.perf_counter()
-        kept_before = sum(kept_mib for _, kept_mib in phases.values())
+        earlier_mib = sum(remaining_mib for _, remaining_mib in phases.values())
         with measured_growth() as growth:
             yield
-        phases[name] = (kept_before + growth.peak_bytes / MIB, growth.remaining_bytes / MIB)
+        phases[name] = (earlier_mib + growth.peak_bytes / MIB, growth.remaining_bytes / MIB)
         print(f"{name}: {time.perf_counter() - start_s:.1f} s", file=sys.stderr)
 
     with phase("read"):
@@ -185,10 +186,10 @@ def measure(run: str, device: str, kind: str, *settings: str) -> str:
     program.close()
     peaks = ", ".join(f"{name} {peak_mib:.0f}" for name, (peak_mib, _) in phases.items())
     peak_mib = max(peak_mib for peak_mib, _ in phases.values())
-    return f"{device:7} {kind:19} {peak_mib:6.0f} MiB ({peaks}); {_expected(spec)}"
+    return f"{device:7} {base_format:19} {peak_mib:6.0f} MiB ({peaks}); {_estimate_text(spec)}"
 
 
-def _expected(spec: ModelRun) -> str:
+def _estimate_text(spec: ModelRun) -> str:
     memory = estimate(spec)
     if memory is None or spec.model.source is None:
         return "from GGUF"
