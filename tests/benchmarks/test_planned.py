@@ -1,4 +1,4 @@
-"""The planner's predictions for many hosts equal the plot in the docs and are near measurements."""
+"""The planner's predictions: the plot in the docs shows them, and measurements are near them."""
 
 from pathlib import Path
 

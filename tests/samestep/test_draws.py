@@ -27,7 +27,8 @@ def squares(module, batch):
 class NoisyData:
     """A data set that adds `noise(number)` to each sample.
 
-    The attribute `generator_state` makes a generator visible that only the closure `noise` has.
+    The attribute `generator_state` may refer to the state of a generator that `noise` creates anew
+    for each call.
     """
 
     def __init__(self, noise: Any, generator_state: object = None) -> None:

@@ -113,7 +113,7 @@ def test_trial_of_a_loss_leaves_the_model_in_training_mode(tmp_path, monkeypatch
 def test_warning_if_the_stock_trainer_adds_means_because_the_item_count_is_ignored(
     tmp_path, caplog
 ):
-    log_lines = []
+    losses_by_trainer = []
     for number, trainer_class in enumerate((samestep.hf.Trainer, Trainer)):
         torch.manual_seed(1)
         sizes = {"batch": 12, "microbatches": 2}
@@ -121,6 +121,10 @@ def test_warning_if_the_stock_trainer_adds_means_because_the_item_count_is_ignor
             trainer_class, ClassifierIgnoringItemCount(), CLASSES, tmp_path / str(number), **sizes
         )
         hf_trainer.train()
-        log_lines.append([row["loss"] for row in hf_trainer.state.log_history if "loss" in row])
-    assert log_lines[1] == pytest.approx([2 * loss for loss in log_lines[0]], rel=1e-3)
+        losses_by_trainer.append(
+            [row["loss"] for row in hf_trainer.state.log_history if "loss" in row]
+        )
+    assert losses_by_trainer[1] == pytest.approx(
+        [2 * loss for loss in losses_by_trainer[0]], rel=1e-3
+    )
     assert "takes and ignores: transformers' loop adds up its 2 means" in caplog.text
