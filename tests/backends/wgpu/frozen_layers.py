@@ -50,12 +50,12 @@ def trainable(module, base_dtype):
     return Trainable(blocks, module, loss, evaluate, base_dtype=base_dtype)
 
 
-def batch(width=WIDTH):
+def random_batch(width=WIDTH):
     x = np.random.default_rng(0).standard_normal((2, width)).astype(np.float32)
     return Batch({"x": x}, 2.0)
 
 
-def program_of(device, module, base_dtype, example):
+def compile_program(device, module, base_dtype, example):
     kernel_options = KernelOptions(not device.adapter.software, MatmulTuner(device).shader)
     program = CompiledProgram(
         device, trainable(module, base_dtype), kernel_options, adds_on_device=True
@@ -64,18 +64,18 @@ def program_of(device, module, base_dtype, example):
     return program
 
 
-def measure(base_dtype: str) -> int:
+def measure_growth(base_dtype: str) -> int:
     """Return by how many bytes this process grows when a large model moves to the device."""
     keep_freed_memory()  # as the worker does
     available = adapters()
     assert not isinstance(available, str), available
     device = Device(available[0])
-    small = FrozenLayers(), batch()
-    large = FrozenLayers(LARGE_WIDTH, LARGE_LAYERS), batch(LARGE_WIDTH)
+    small = FrozenLayers(), random_batch()
+    large = FrozenLayers(LARGE_WIDTH, LARGE_LAYERS), random_batch(LARGE_WIDTH)
     # The small model first: its growth includes imports and caches.
     for module, example in (small, large):
         with measured_growth() as growth:
-            program = program_of(device, module, base_dtype, example)
+            program = compile_program(device, module, base_dtype, example)
             list(program.gradients([(example, 0)]))
             program.evaluate(example)
         program.close()

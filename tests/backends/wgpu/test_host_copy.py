@@ -19,9 +19,9 @@ from tests.backends.wgpu.frozen_layers import (
     LARGE_WIDTH,
     LAYERS,
     FrozenLayers,
-    batch,
-    measure,
-    program_of,
+    compile_program,
+    measure_growth,
+    random_batch,
     trainable,
 )
 from tests.backends.wgpu.small_models import gradients
@@ -37,25 +37,25 @@ OVERHEAD_BYTES = 112 * MIB
 def test_released_host_weights_are_not_read(device, base_dtype):
     module = FrozenLayers()
     module_copy = copy.deepcopy(module)
-    program = program_of(device, module_copy, base_dtype, batch())
-    actual, sums = gradients(program, batch()), program.evaluate(batch())
+    program = compile_program(device, module_copy, base_dtype, random_batch())
+    actual, sums = gradients(program, random_batch()), program.evaluate(random_batch())
     frozen = [p for p in module_copy.parameters() if not p.requires_grad]
     assert len(frozen) == 2 * LAYERS
     assert all(parameter.isnan().all() for parameter in frozen)
     assert module_copy.scale.isfinite().all()
 
-    reference = EagerBackend("cpu").compile(trainable(module, base_dtype), batch())
-    expected = gradients(reference, batch())
-    assert sums["loss"] == pytest.approx(reference.evaluate(batch())["loss"], rel=1e-5)
+    reference = EagerBackend("cpu").compile(trainable(module, base_dtype), random_batch())
+    expected = gradients(reference, random_batch())
+    assert sums["loss"] == pytest.approx(reference.evaluate(random_batch())["loss"], rel=1e-5)
     reference.close()
     for block, values in expected.items():
         assert np.linalg.norm(actual[block] - values) <= 1e-5 * np.linalg.norm(values)
-    repeat = gradients(program, batch())
+    repeat = gradients(program, random_batch())
     assert all(np.array_equal(repeat[block], actual[block]) for block in actual)
     program.close()
 
     with pytest.raises(SamestepError, match=r"'layers.0.weight' were released .* build the task"):
-        program_of(device, module_copy, base_dtype, batch())
+        compile_program(device, module_copy, base_dtype, random_batch())
 
 
 def test_integer_parameters_are_not_released():
@@ -72,7 +72,10 @@ def test_integer_parameters_are_not_released():
 def test_host_memory_holds_only_the_stored_base(device, base_dtype, bits):
     if not device.adapter.software:
         pytest.skip("this process does not see the memory of a GPU")
-    code = f"from {measure.__module__} import measure\nprint(measure({base_dtype!r}))"
+    code = (
+        f"from {measure_growth.__module__} import measure_growth\n"
+        f"print(measure_growth({base_dtype!r}))"
+    )
     command = [sys.executable, "-c", code]
     completed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
     # A software device adds the stored base to host memory; the host releases its float32 base.
