@@ -1,5 +1,5 @@
 #!/bin/bash
-# Runs a command of the coordinator on its node: ./control.sh status|drain|halt|continue|...
+# Run a coordinator command on the coordinator's node: ./control.sh status|drain|halt|continue|...
 set -euo pipefail
 cd "$(dirname "$0")"
 . ./settings.sh

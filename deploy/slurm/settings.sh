@@ -1,11 +1,11 @@
-# One run on a Slurm cluster: what coordinator.sbatch and worker.sbatch need to know. Both source this
-# file; they start in the directory from which they were submitted, which is this file's.
+# One run on a Slurm cluster: settings of coordinator.sbatch and worker.sbatch. Both source this
+# file; submit them from its directory, where they start.
 
 # The environment, on a file system that every node sees: modules, a virtual environment, or both.
 #module load python/3.11 cuda
 . "${SAMESTEP_VENV:-/shared/samestep/.venv}/bin/activate"
 
-RUN_SPEC=run.yaml    # what is trained
+RUN_SPEC=run.yaml    # the run spec
 EXPECT_WORKERS=4     # the run starts once this many devices are ready; more may join later
 
 # All nodes must share this directory. It gets: run/ (logs, checkpoints, result), keys/ (the join

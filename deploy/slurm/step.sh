@@ -1,5 +1,5 @@
-# Sourced by the other scripts: runs a command as a step of this job, and requeues
-# the job where Slurm, not the command, ended it.
+# Sourced by the other scripts: run a command as a step of this job, and requeue
+# the job if Slurm ended the command.
 
 # In an array, SLURM_JOB_ID of the last task is the ID of the whole array.
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
@@ -18,8 +18,8 @@ is_running() { # JOB
     [ -n "$(squeue --noheader --jobs="$1" --states=RUNNING --format=%i 2>/dev/null)" ]
 }
 
-# Prints the message that a coordinator leaves for its workers when it ends with an error that needs its
-# user; nothing if it was left before this job.
+# Print the message that a coordinator leaves for its workers when it ends with an error that its user
+# must fix. Print an empty string if there is none since this job's start.
 failure() {
     local text
     text=$(cat coordinator.failed 2>/dev/null) || :
@@ -36,14 +36,14 @@ is_preempted() {
     scontrol --oneliner show job "$job" | grep -q ' PreemptTime=[0-9]'
 }
 
-# Runs COMMAND until it ends. SIGTERM, which Slurm sends to steps when it preempts or cancels the job,
+# Run COMMAND until it ends. SIGTERM, which Slurm sends to steps when it preempts or cancels the job,
 # makes coordinator and worker finish the work in progress and leave. This script gets USR1 before the
 # time limit (--signal in the job's header).
 run_step() { # COMMAND...
     local step code limit watcher= interrupted=yes at_time_limit=
     limit=$(squeue --noheader --jobs="$job" --format=%l 2>/dev/null)
     case $limit in
-    [0-2]:[0-9][0-9] | 3:00) # it would be requeued forever, each time before it has begun
+    [0-2]:[0-9][0-9] | 3:00) # Slurm would requeue the job forever, each time before a step
         fail 2 "expected a time limit of more than 3 minutes, got $limit: jobs leave 2 minutes before it; set --time"
         ;;
     esac
@@ -59,7 +59,7 @@ run_step() { # COMMAND...
         wait "$step" || code=$? # a trap ends `wait` too; a later `wait` still gives the exit code
     done
     [ -z "$watcher" ] || kill "$watcher" 2>/dev/null || :
-    # The coordinator says itself whether the run is finished; a worker finds none to ask.
+    # The coordinator's exit code is final; a worker of a finished run finds no coordinator and fails.
     if [ "$1" != coordinator ] && is_finished; then exit 0; fi
     if [ "$1" != coordinator ] && [ -n "$(failure)" ]; then fail 2 "$(failure)"; fi
     case "$1 $code" in
@@ -69,7 +69,7 @@ run_step() { # COMMAND...
         mv coordinator.failed.new coordinator.failed
         ;;
     esac
-    # One that still waits for its coordinator is ended by the signal.
+    # The signal ends a worker that still waits for its coordinator.
     if [ "$code" -eq 143 ] && { [ -n "$at_time_limit" ] || is_preempted; }; then code=0; fi
     if [ "$code" -ne 0 ]; then exit "$code"; fi
     if is_finished; then exit 0; fi

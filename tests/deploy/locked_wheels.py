@@ -22,7 +22,6 @@ def locked_wheels(cache: pytest.Cache, *sets: str) -> Path:
     Args:
         cache: pytest's cache.
         sets: File names without ".txt"; default `coordinator`.
-
     """
     sets = sets or ("coordinator",)
     folder = cache.mkdir("-".join(("wheels", *sets)))
@@ -32,8 +31,8 @@ def locked_wheels(cache: pytest.Cache, *sets: str) -> Path:
 
 
 def _download(folder: Path, lock: Path) -> None:
-    content = folder / f"{blake3(lock.read_bytes()).hexdigest()}.whole"
-    if content.exists():
+    complete_marker = folder / f"{blake3(lock.read_bytes()).hexdigest()}.whole"
+    if complete_marker.exists():
         return
     completed = subprocess.run(
         [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes",
@@ -45,4 +44,4 @@ def _download(folder: Path, lock: Path) -> None:
         pytest.skip(
             f"the packages cannot be downloaded: {completed.stderr.strip().splitlines()[-1]}"
         )
-    content.touch()
+    complete_marker.touch()

@@ -71,7 +71,11 @@ def pytest_terminal_summary(terminalreporter):
     if planted:
         terminalreporter.section("planted faults, and the seed that showed each")
         for fault, seed, options, first in sorted(planted):
-            slow = "" if seed == first else f"; the table's {first} no longer does, {seed} is quick"
+            slow = (
+                ""
+                if seed == first
+                else f"; the table's seed {first} no longer does: replace it by {seed}"
+            )
             terminalreporter.write_line(f"{seed:5}  {fault}  ({options}{slow})")
     if not total["schedules"]:
         return
