@@ -191,7 +191,7 @@ class _ProcessState:
 
 _STATE: Final = _ProcessState()
 _SEARCH = threading.local()
-"""`_SEARCH.call` is above 0 in a thread that runs a script only to find its `build`."""
+"""`_SEARCH.is_active` is true in a thread that runs a script only to find its `build`."""
 
 
 class _BuildFoundError(BaseException):
@@ -210,13 +210,7 @@ def called(script: Script, build: Build) -> Iterator[Call]:
     Raises:
         DataError: Another call is in progress.
     """
-    if getattr(_SEARCH, "call", 0):
-        _SEARCH.call -= 1
-        if _SEARCH.call:
-            raise DataError(
-                "expected the first fit of a script that the coordinator sends, got a later one: "
-                "start this worker with `worker SCRIPT.py` to join that"
-            )
+    if getattr(_SEARCH, "is_active", False):
         raise _BuildFoundError(build)
     if not _STATE.lock.acquire(blocking=False):
         raise DataError("expected one fit at a time, got one within another: call them in sequence")
@@ -281,7 +275,7 @@ class FitTask:
         name, digest = str(identity.get("name")), str(identity.get("digest"))
         call = _STATE.call
         if call is None:
-            return _task_of_sent_script(spec, name, digest)
+            return _task_of_sent_script(spec, name, digest, int(identity.get("call") or 1))
         script = call.run_script
         if digest != script.digest:
             raise ScriptDiffers(
@@ -300,12 +294,17 @@ class FitTask:
     def evaluation_batch(self) -> None: ...
 
 
-def _task_of_sent_script(spec: RunSpec, name: str, digest: str) -> ScriptTask:
+def _task_of_sent_script(spec: RunSpec, name: str, digest: str, call_number: int) -> ScriptTask:
     """Build the task from the script that the coordinator sent, if this worker accepts scripts."""
     if not digest:
         raise ScriptMissing(
             "expected a run whose model is in a script, got one in a notebook, which other workers "
             "cannot join: move the model to a script"
+        )
+    if accepts_scripts() and call_number > 1:
+        raise ScriptMissing(
+            f"expected the first fit of the script {name!r}, got its fit number {call_number}, "
+            f"which needs the result of the earlier ones: start this worker with `worker {name}`"
         )
     if not accepts_scripts() or spec.data is None:
         raise ScriptMissing(
@@ -318,7 +317,7 @@ def _task_of_sent_script(spec: RunSpec, name: str, digest: str) -> ScriptTask:
             f"expected the script {name!r} with digest {digest[:12]}, got {script.digest[:12]}: "
             "restore the coordinator's file, or submit a new run"
         )
-    _SEARCH.call = 1
+    _SEARCH.is_active = True
     try:
         runpy.run_path(str(spec.data.train), run_name="__main__")
     except _BuildFoundError as stop:
@@ -326,7 +325,7 @@ def _task_of_sent_script(spec: RunSpec, name: str, digest: str) -> ScriptTask:
     except SystemExit:
         pass  # SystemExit would end only the device's thread
     finally:
-        _SEARCH.call = 0
+        _SEARCH.is_active = False
     raise DataError(
         f"expected a call of samestep.fit in the script {name!r}, which ended without one"
     )

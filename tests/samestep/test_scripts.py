@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.base.errors import DataError, ExitCode
+from protocol.base.errors import DataError, ScriptMissing, ExitCode
 from protocol.spec.run_spec import parse_run_spec
 from samestep.script import FitTask, Script
 from tests.processes import ROOT, run_to_end
@@ -249,6 +249,18 @@ def test_submitted_script_that_exits_before_its_fit_is_reported(tmp_path, monkey
     }  # fmt: skip
     monkeypatch.setattr("samestep.script.accepts_scripts", lambda: True)
     with pytest.raises(DataError, match=r"in the script 'train\.py', which ended without one"):
+        FitTask(parse_run_spec(document))
+
+
+def test_later_fit_of_a_submitted_script_is_refused(tmp_path, monkeypatch):
+    script = Script.at(write_script(tmp_path, "raise AssertionError\n"))
+    identity = {"name": script.name, "digest": script.digest, "call": 2}
+    document = {
+        **SPEC.model_dump(mode="json", exclude_defaults=True),
+        "options": {"script": identity}, "data": {"train": str(script.path)},
+    }  # fmt: skip
+    monkeypatch.setattr("samestep.script.accepts_scripts", lambda: True)
+    with pytest.raises(ScriptMissing, match=r"expected the first fit of .*, got its fit number 2"):
         FitTask(parse_run_spec(document))
 
 
