@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Final
 
 from benchmarks.machine import print_heading, print_table
 from tests.chaos.processes import Coordinator, Event, Worker
@@ -30,6 +30,10 @@ LOGGED_STEPS = 20
 """Steps between the last checkpoint and the kill."""
 UNDISTURBED_STEPS = 6
 """Undisturbed steps after each recovery: the replica catches up in the first few."""
+
+STEPS_PER_ROUND: Final = 80
+"""At least the steps of three kills, with those during which a new worker joins. The log of all
+steps must fit on the disk: 3 GB for each round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +49,7 @@ class Case:
         """Return the size of the state."""
         return f"{3 * self.blocks * self.block_bytes / 1e6:.0f} MB"
 
-    @property
-    def run_spec(self) -> dict[str, Any]:
+    def run_spec(self, rounds: int) -> dict[str, Any]:
         """Return the run spec; checkpoints are written on request only."""
         return {
             "name": "recovery",
@@ -54,7 +57,7 @@ class Case:
             "scripted": {"blocks": self.blocks, "block_bytes": self.block_bytes},
             "batch": {"samples": MICROBATCHES, "microbatch": 1},
             "optimizer": {"name": "adamw", "lr": 1e-3},
-            "steps": 400,  # the disk check refuses more steps
+            "steps": rounds * STEPS_PER_ROUND,
             "log": "full",
             "checkpoint": {"every": 0},
         }
@@ -200,7 +203,7 @@ def measure(case: Case, kills: int, seed: int = 1) -> Measurement:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         spec = directory / "run.yaml"
-        spec.write_text(json.dumps(case.run_spec))
+        spec.write_text(json.dumps(case.run_spec(kills)))
         arguments = ["--run", str(spec), "--expect-workers", str(WORKERS)]
         with Coordinator(directory, arguments) as coordinator:
             cluster = _Cluster(coordinator, case.microbatch_ms, seed)
@@ -253,7 +256,7 @@ def rows(case: Case, measurement: Measurement) -> list[list[str]]:
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--rounds", type=int, default=9, help="kills of each kind")
+    parser.add_argument("--rounds", type=int, default=6, help="kills of each kind")
     rounds = parser.parse_args().rounds
     print_heading(f"From a kill to the next commit, {WORKERS} workers; seconds")
     lines = [line for case in CASES for line in rows(case, measure(case, rounds))]

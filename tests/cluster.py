@@ -86,6 +86,7 @@ class Cluster:
         self._reader = threading.Thread(target=self._read_events, daemon=True)
         self._reader.start()
         self.output: list[str] = []
+        self._drainer: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -97,7 +98,8 @@ class Cluster:
                 process.kill()
             process.wait()
         self._reader.join()
-        self._drainer.join()
+        if self._drainer is not None:
+            self._drainer.join()
         for process in (self.coordinator, *self.workers.values()):
             for stream in _streams(process):
                 stream.close()
@@ -212,7 +214,9 @@ class Cluster:
         code = self.coordinator.poll()
         if code is None:
             return "(the coordinator still runs)"
-        output = "".join(stream.read() for stream in _streams(self.coordinator))
+        if self._drainer is not None:
+            self._drainer.join()
+        output = "".join([*self.output, *(s.read() for s in _streams(self.coordinator))])
         return f"(the coordinator ended with {code}) {output}"
 
     def _read_address(self) -> dict[str, str]:
