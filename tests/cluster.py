@@ -82,11 +82,11 @@ class Cluster:
             "--address-file", str(self._address_file), "--out", str(directory / "out"), *arguments,
             environment=environment, cwd=cwd, fresh=fresh,
         )  # fmt: skip
+        self.output: list[str] = []
+        self._drainer: threading.Thread | None = None
         self.address = self._read_address()
         self._reader = threading.Thread(target=self._read_events, daemon=True)
         self._reader.start()
-        self.output: list[str] = []
-        self._drainer: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         return self
