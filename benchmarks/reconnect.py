@@ -68,7 +68,8 @@ async def _measure(path: Path, logged_steps: int, rounds: int) -> Measurement:
     values = np.ones(BLOCK_ELEMENTS, np.float32)
     for step in range(logged_steps):
         for block in range(BLOCKS):
-            storage.append(ChunkId(1, step, 0, block, 0), values)
+            chunk_id = ChunkId(term=1, step=step, attempt=0, block=block, chunk=0)
+            storage.append(chunk_id, values)
         await storage.commit(_record(step))
         if (step + 1) % STEPS_BETWEEN_CHECKPOINTS == 0:
             await storage.roll_log()
@@ -82,8 +83,8 @@ async def _measure(path: Path, logged_steps: int, rounds: int) -> Measurement:
 async def _reconnect(storage: RunStorage, logged_steps: int) -> float:
     start_s = time.perf_counter()
     missed_steps = await storage.read_logged_steps(logged_steps - MISSED_STEPS)
-    for logged_chunk in missed_steps:
-        assert [chunk async for chunk in storage.stream_chunks(logged_chunk)]
+    for logged_step in missed_steps:
+        assert [chunk async for chunk in storage.stream_chunks(logged_step)]
     assert len(missed_steps) == MISSED_STEPS
     return (time.perf_counter() - start_s) * 1e3
 
@@ -93,7 +94,7 @@ def _raise_error(error: Exception) -> None:
 
 
 def _record(step: int) -> CommitRecord:
-    scalars = step_scalars(Adamw(), step + 1, step, step + 1, 1.0)
+    scalars = step_scalars(Adamw(), optimizer_step=step + 1, step=step, steps=step + 1, norms=1.0)
     commit = Commit(
         term=1, step=step, attempt=0, scalars=scalars, loss=1.0, averages_digest="0" * 64
     )
@@ -131,8 +132,11 @@ def rows(measurements: list[Measurement]) -> list[list[str]]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kept", type=int, nargs="+", default=[10, 10_000])
-    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument(
+        "--kept", type=int, nargs="+", default=[10, 10_000], metavar="STEPS",
+        help="steps in the log, for each row of the table",
+    )  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=21, help="reconnects for each row")
     arguments = parser.parse_args()
     print_heading(f"reconnect: a worker that has missed {MISSED_STEPS} steps")
     measurements = [measure(logged_steps, arguments.rounds) for logged_steps in arguments.kept]

@@ -1,4 +1,4 @@
-"""The coordinator's structured log: on standard error, or in systemd's journal behind it."""
+"""The coordinator's structured log: on standard error, or in systemd's journal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COMMON: Final = frozenset({"event", "level", "timestamp"})
 
 
 class _JournalRenderer:
-    """Writes warnings to systemd's journal, with their fields, and prints nothing."""
+    """Writes warnings and errors to systemd's journal, with their fields, and prints nothing."""
 
     def __init__(self, journal: SystemJournal) -> None:
         self._journal = journal
@@ -45,7 +45,13 @@ class _StandardError:
 
 
 def set_up_logging(journal: SystemJournal | None, *, as_json: bool) -> None:
-    """Log to standard error; without --log-json only warnings, since users read the console."""
+    """Log to systemd's journal or to standard error.
+
+    Args:
+        journal: The journal if standard error is connected to it; not used with `as_json`.
+        as_json: Whether to log everything as JSON lines on standard error (--log-json). Otherwise
+            only warnings and errors are logged: the console shows the rest.
+    """
     level = logging.INFO if as_json else logging.WARNING
     renderer: Any = structlog.dev.ConsoleRenderer()
     if as_json:

@@ -1,12 +1,13 @@
-# One run on a Slurm cluster: settings of coordinator.sbatch and worker.sbatch. Both source this
-# file; submit them from its directory, where they start.
+# One run on a Slurm cluster: settings of coordinator.sbatch and worker.sbatch, which both source this
+# file. Submit them from this directory: Slurm starts a job where it was submitted.
 
 # The environment, on a file system that every node sees: modules, a virtual environment, or both.
 #module load python/3.11 cuda
 . "${SAMESTEP_VENV:-/shared/samestep/.venv}/bin/activate"
 
 RUN_SPEC=run.yaml    # the run spec
-EXPECT_WORKERS=4     # the run starts once this many devices are ready; more may join later
+EXPECT_WORKERS=4     # the run starts once this many workers are ready, and more may join later; a
+                     # worker with several devices counts as that many
 
 # All nodes must share this directory. It gets: run/ (logs, checkpoints, result), keys/ (the join
 # token and the workers' keys, readable by you alone) and address.json (where the coordinator is now).

@@ -1,8 +1,8 @@
 """Read labeled text from data files, check it and remove duplicates.
 
-The header of a table determines its delimiter, whatever the file's suffix. A TSV file may lack a
-header if it has two columns, label first, like the SMS Spam Collection; the run spec's columns
-must then be `text` and `label`. A directory may have a folder of text files for each class
+The header of a CSV or TSV table determines its delimiter, whatever the file's suffix. A table may
+lack a header if it has two columns, label first, like the SMS Spam Collection; the run spec's
+columns must then be `text` and `label`. A directory may have a folder of text files for each class
 instead, like the IMDb reviews.
 """
 
@@ -57,9 +57,9 @@ class LabeledText:
         labels: For each text an index into `names`, a tuple of indices (multi-label), or the value
             to predict (regression).
         names: Names of the labels; empty for regression.
-        duplicates: Number of repeated texts.
+        duplicates: Number of rows left out because they repeat an earlier text and its label.
         locations: File and row of each text.
-        conflicts: Number of texts that were repeated with another label and left out.
+        conflicts: Number of rows left out because their text occurred earlier with another label.
         bad_rows: Number of skipped rows.
     """
 
@@ -112,7 +112,7 @@ def read_labeled_text(spec: DataSpec, known_labels: Sequence[str] | None = None)
     are numbered by name, or by value if all of them are whole numbers.
 
     Args:
-        spec: The section data.
+        spec: The run spec's section `data`.
         known_labels: For evaluation data: `names` of the training data.
 
     Raises:
@@ -316,9 +316,11 @@ def _parse_row(
         raise DataError(f"{location}: expected two texts, got an empty one")
     document = join_pair(*stripped) if len(stripped) > 1 else stripped[0]
     label: Label = _LABEL_PARSERS[spec.problem](location, record["label"])
-    unknown = {*_names_in(label)} - {*(known_labels or ())} if known_labels else ()
-    if unknown and spec.problem != "regression":
-        assert known_labels is not None
+    if (
+        known_labels
+        and spec.problem != "regression"
+        and (unknown := {*_names_in(label)} - {*known_labels})
+    ):
         raise DataError(
             f"{location}: expected a label of the training data, got {min(unknown)!r}; there are "
             f"{', '.join(known_labels[:10])}"

@@ -43,19 +43,20 @@ _KEYS_BY_UNIT: Final = {
     "bytes": "scripted.block_bytes",
 }
 UNITS: Final = {key: unit for unit, keys in _KEYS_BY_UNIT.items() for key in keys.split()}
-"""The unit of each number that counts something; the others are pure numbers."""
+"""The units that `Key.text` shows after bounds; other counts name theirs in their descriptions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of a run spec, described in texts.
+    """One key of a run spec, described for users.
 
     Attributes:
         path: The key with its sections, joined by dots.
         is_section: Whether the key is a section with keys.
         choices: The valid values, or their bounds.
-        type: The type of the value; empty for a section and for a key with choices.
-        default: The default in YAML; `required`, or `-` for none.
+        type: The type of the value; empty for a section and if `choices` lists values.
+        default: The default in YAML; `required`, `-` for none, or empty for a section that always
+            exists.
         variants: The tasks, optimizers or formats that have the key; empty for all.
         description: The meaning of the key.
     """
@@ -127,10 +128,10 @@ def _keys_of(model: type[BaseModel], parents: list[str]) -> Iterator[Key]:
 
 
 def _variants_with(path: list[str]) -> str:
-    """Describe the variants that have a key; empty if all have it, or if its section's line says
-    so.
+    """Describe the variants that have a key; list all variants if the key selects one of them.
 
-    A user-defined task has every key.
+    Empty if all variants that have the key's section have the key: the section's own line says
+    which have the section. A user-defined task has every key.
     """
     section = model_at(RunSpec, path[0])
     unions = [(RUN_VARIANTS, path)]
@@ -177,7 +178,7 @@ def _literals(field: FieldInfo) -> list[str]:
 
 
 def _choices(field: FieldInfo) -> str:
-    """Return the literal values and the other types of a union with them; else the bounds."""
+    """Return the literal values, then the union's other types; without literals, the bounds."""
     if not (literals := _literals(field)):
         return _range(field)
     type_names = [_type_name(member) for member in _members(field.annotation)]
@@ -219,7 +220,7 @@ def _range(field: FieldInfo) -> str:
 
 
 def _number(value: float) -> str:
-    """Format a bound without loss: `1,000,000`, `2^63`, `1e-30`, `1e+30`."""
+    """Format a bound, to 6 digits unless it is whole: `1,000,000`, `2^63`, `1e-30`, `1e+30`."""
     if value >= 2**24 and value == int(value) and int(value).bit_count() == 1:
         return f"2^{int(value).bit_length() - 1}"
     is_whole = value == int(value) and (isinstance(value, int) or abs(value) < 1e15)
@@ -227,7 +228,13 @@ def _number(value: float) -> str:
 
 
 def _matching_keys(keys: list[Key], like: str) -> list[Key]:
-    """Return the keys whose path contains the word; else those whose initials or text match."""
+    """Return the keys whose path contains `like`; else those that match in another way.
+
+    These are named by its initials, as `lr` by `learning_rate`, or have it in their text.
+
+    Raises:
+        UsageError: No key matches.
+    """
     matches = [key for key in keys if like.lower() in key.path.lower()]
     if matches:
         return matches

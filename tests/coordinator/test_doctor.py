@@ -7,7 +7,6 @@ import json
 import socket
 import subprocess
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -24,8 +23,6 @@ from tests.durable_run import small_disk, written_run
 from tests.live_service import scripted_spec
 from tests.network_hosts import network
 from tests.processes import run_to_end
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -278,15 +275,25 @@ def test_failure_is_exit_code_1_and_a_line_on_standard_output(tmp_path):
     ]
 
 
-def test_removed_working_directory_is_a_one_line_error(tmp_path, monkeypatch):
+@pytest.fixture
+def _removed_working_directory(tmp_path, monkeypatch):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
+
+
+@pytest.mark.usefixtures("_removed_working_directory")
+def test_removed_working_directory_is_a_one_line_error(tmp_path):
     completed = run_command(
         "coordinator", "doctor", environment={"SAMESTEP_HOME": str(tmp_path / "home")}
     )
     assert completed.returncode == 2
-    assert "this one was removed; change to another (cd)" in completed.stderr
+    assert completed.stderr.endswith("this one was removed; change to another (cd)\n")
+    assert completed.stderr.count("\n") == 1
+
+
+@pytest.mark.usefixtures("_removed_working_directory")
+def test_report_in_a_removed_working_directory_names_its_option(tmp_path):
     run = written_run(tmp_path / "run")
     completed = run_command("coordinator", "report", str(run), "--output", "page.html")
     assert completed.returncode == 2

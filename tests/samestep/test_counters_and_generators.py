@@ -71,7 +71,7 @@ def increment_list_item(self):
 def spectral_norm_model():
     line = nn.Linear(3, 3)
     with torch.no_grad():
-        line.weight.copy_(torch.tensor([1.0, 0.7, 0.7]).diag())  # spectral norm 1: no change yet
+        line.weight.copy_(torch.tensor([1.0, 0.7, 0.7]).diag())  # norm 1: only _u changes
     return nn.Sequential(nn.utils.parametrizations.spectral_norm(line), nn.Linear(3, 1))
 
 
@@ -197,7 +197,7 @@ def decode(number):
 
 
 class CachingData:
-    """A data set that caches the last two decoded samples, and logs all reads."""
+    """A data set that caches the last two decoded samples, and lists all reads."""
 
     def __init__(self):
         self.decoded, self.names, self.last = {}, [], None
@@ -214,17 +214,17 @@ class CachingData:
 
 
 class CachingModel(nn.Module):
-    """A model that caches a mask, logs its sums, and stores its last output."""
+    """A model that caches a mask, lists the sums of its inputs, and stores its last output."""
 
     def __init__(self):
         super().__init__()
         self.line, self.drop = nn.Linear(3, 1), nn.Dropout(0.5)
-        self.mask, self.length, self.losses = torch.ones(0, 3), 0, []
+        self.mask, self.length, self.input_sums = torch.ones(0, 3), 0, []
 
     def forward(self, x):
         if self.length < len(x):
             self.length, self.mask = len(x), torch.ones(len(x), 3)
-        self.losses.append(float(x.sum()))
+        self.input_sums.append(float(x.sum()))
         self.seen = self.drop(self.line(x * self.mask[: len(x)]))
         return self.seen
 

@@ -27,12 +27,13 @@ def squares(module, batch):
 class NoisyData:
     """A data set that adds `noise(number)` to each sample.
 
-    The attribute `generator_state` may refer to the state of a generator that `noise` creates anew
-    for each call.
+    Args:
+        noise: Takes a sample's number.
+        bits: A bit generator that `noise` draws from, as an attribute of the data set.
     """
 
-    def __init__(self, noise: Any, generator_state: object = None) -> None:
-        self.noise, self.generator_state = noise, generator_state
+    def __init__(self, noise: Any, bits: np.random.BitGenerator | None = None) -> None:
+        self.noise, self.bits = noise, bits
 
     def __len__(self):
         return len(X)

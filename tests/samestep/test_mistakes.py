@@ -128,6 +128,7 @@ def hook_multi_grad(weight, change):
 
 
 def hook_node(weight, change):
+    """Hook the node that accumulates the gradient; the weight's attribute keeps it alive."""
     weight.node = weight.view_as(weight).grad_fn.next_functions[0][0]
     weight.node.register_prehook(lambda gradients: (change(gradients[0]),))
 
@@ -156,7 +157,7 @@ def remove_gradient(parameter):
     parameter.grad = None
 
 
-def module_with_hook(hook):
+def module_with_accumulation_hook(hook):
     module = nn.Linear(1, 1)
     module.weight.register_post_accumulate_grad_hook(hook)
     return module
@@ -226,9 +227,9 @@ def call_backward_before_return(errors):
          "that add up over samples, got a gradient of 'rows'"),
         *((build_with(module=hooked_module(register, change)), {}, "got a gradient of 'weight'")
           for register in HOOKS for change in (clamp, torch.sign, decay)),
-        (build_with(module=module_with_hook(lambda p: p.grad)), {},
+        (build_with(module=module_with_accumulation_hook(lambda p: p.grad)), {},
          "should return None.*: let the hook of 'weight' return nothing$"),
-        (build_with(module=module_with_hook(remove_gradient)), {},
+        (build_with(module=module_with_accumulation_hook(remove_gradient)), {},
          "'weight' to remain after its hooks, got none"),
         (build_with(module=InnerCheckpoint()), {},
          r"raised .*: write use_reentrant=False where checkpoint"),
@@ -318,7 +319,7 @@ def test_samples_of_unequal_shapes_are_named():
 
 
 class LateData(list[list[torch.Tensor]]):
-    """Samples whose inputs are their numbers: those above 5 are not read by the trials."""
+    """Samples whose inputs are their numbers."""
 
     def __getitem__(self, number):
         return [torch.full((1,), float(number)), torch.full((1,), 1.0)]
@@ -338,21 +339,22 @@ def zero_linear():
 
 
 @pytest.mark.parametrize(
-    ("changed_arguments", "message"),
+    ("samples", "changed_arguments", "message"),
     [
+        # The checks before the run read most of 60 samples, but not number 3.
         (
-            {"weight": lambda b: -1 if (b[0] > 5).any() else 1},
-            "expected weight to return .* got -1",
+            60,
+            {"weight": lambda b: -1 if (b[0] == 3).any() else 1},
+            "^worker '.*': expected weight to return .* got -1",
         ),
         (
+            8,
             {"loss": late_loss},
             r"ValueError: boom in test_mistakes.py, line \d+, step \d+, samples \d$",
         ),
     ],
 )
-def test_error_during_training_names_the_code_the_step_and_the_samples(
-    changed_arguments, message, tmp_path
-):
+def test_error_during_training_names_its_cause(samples, changed_arguments, message, tmp_path):
     fit_arguments = {
         "steps": 20,
         "batch": 3,
@@ -363,7 +365,7 @@ def test_error_during_training_names_the_code_the_step_and_the_samples(
     fit_arguments["optimizer"] = {"name": "adamw", "lr": 0.1}
     with pytest.raises(samestep.SamestepError, match=message) as error:
         samestep.fit(
-            build_with(module=zero_linear(), train=LateData([[X]] * 8), **changed_arguments),
+            build_with(module=zero_linear(), train=LateData([[X]] * samples), **changed_arguments),
             **fit_arguments,
         )
     assert "\n" not in str(error.value)
@@ -447,6 +449,7 @@ class ScaledGradients(nn.Module):
 
     def __init__(self, register):
         super().__init__()
+        # One of the hooks sees a sparse gradient.
         self.rows = nn.Embedding(50, 4, sparse=register is hook_tensor)
         register(self.rows.weight, lambda gradient: gradient * 0.5)
 

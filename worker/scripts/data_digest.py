@@ -1,7 +1,8 @@
 """Compute a digest of a data set's samples, so that workers can check that their data is the same.
 
-The worker that starts a run reads microbatches spread over the data, for a limited time. The run
-spec records their number, and workers that join read the same microbatches.
+The worker whose script starts the run reads microbatches spread over the data, for a limited time.
+The run spec records their number, and workers that join read the same ones. A microbatch that is
+read is called a part: it need not be one of the run's microbatches.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Collate = Callable[[Any, range, int], Any]
 
 @dataclass(frozen=True, slots=True)
 class DataDigest:
-    """The digest of a data set, and the part of it that was read.
+    """The digest of a data set, and how much of it was read.
 
     Attributes:
         digest: Digest of the samples that were read and of the number of samples; 64 hex digits.
@@ -50,7 +51,7 @@ def data_digest(data: Any, collate: Collate, part_samples: int, parts: int | Non
         data: The data set.
         collate: Makes a batch.
         part_samples: Samples per microbatch.
-        parts: Microbatches to read; None: as many as `SECONDS` allow, at least one.
+        parts: Number of microbatches to read; None: as many as `SECONDS` allow, at least one.
     """
     samples, deadline_s = len(data), time.monotonic() + SECONDS
     hasher = blake3(f"{samples} samples".encode())

@@ -1,4 +1,4 @@
-"""Simplify a traced graph before lowering, without changing its results."""
+"""Rewrite a traced graph before lowering: its results stay the same, up to the rounding of sums."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _IDENTITIES = frozenset({_aten.alias.default, _aten.detach.default, _aten.lift_f
 _MULTIPLICATIONS = frozenset(
     {_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar}
 )
-_FOLDS: Final[dict[Any, str]] = {
+_REDUCTIONS: Final[dict[Any, str]] = {
     _aten.sum.default: "sum",
     _aten.sum.dim_IntList: "sum",
     _aten.mean.default: "mean",
@@ -39,16 +39,17 @@ _FOLDS: Final[dict[Any, str]] = {
     _aten.any.dim: "any",
     _aten.any.dims: "any",
 }
-_STAGES: Final = {
+_SECOND_STAGES: Final = {
     "sum": _aten.sum.dim_IntList,
     "mean": _aten.sum.dim_IntList,
     "amax": _aten.amax.default,
     "amin": _aten.amin.default,
     "any": _aten.any.dims,
 }
+"""Operators that reduce the results of the parts of a long reduction; those of a mean are sums."""
 _MOST_TERMS: Final = 1 << 14
-"""Longest reduction in one stage: Mesa's software Vulkan silently ends an invocation's loops after
-65,535 iterations."""
+"""Reductions of more terms are split: Mesa's software Vulkan silently ends an invocation's loops
+after 65,535 iterations, so this leaves room."""
 _PARTS = frozenset({
     _aten.split.Tensor,
     _aten.split_with_sizes.default,
@@ -205,7 +206,7 @@ def _rewrite(graph: fx.Graph) -> None:
             _split_variance(graph, node)
         elif node.target in _PARTS:
             _split_parts(graph, node)
-        elif node.target in _FOLDS:
+        elif node.target in _REDUCTIONS:
             _split_long_reduction(graph, node)
     graph.eliminate_dead_code()
 
@@ -233,20 +234,20 @@ def _split_parts(graph: fx.Graph, node: fx.Node) -> None:
     """Replace the parts of a split by slices, and the parts of an unbind by selections."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
-    dim: Any = node.args[1 if node.target is _aten.unbind.int else 2 :][:1] or (0,)
-    parts = node.meta["val"]
+    is_unbind = node.target is _aten.unbind.int
+    dim_position = 1 if is_unbind else 2
+    dim: Any = node.args[dim_position] if len(node.args) > dim_position else 0
     starts = [0]
-    for part in parts:
-        is_unbind = node.target is _aten.unbind.int
-        starts.append(starts[-1] + (1 if is_unbind else part.shape[dim[0]]))
+    for part in node.meta["val"]:
+        starts.append(starts[-1] + (1 if is_unbind else part.shape[dim]))
     for user in list(node.users):
         number: Any = user.args[1]
         with graph.inserting_before(user):
-            if node.target is _aten.unbind.int:
-                selection = insert_node(graph, user, _aten.select.int, source, dim[0], number)
+            if is_unbind:
+                selection = insert_node(graph, user, _aten.select.int, source, dim, number)
             else:
                 ends = starts[number], starts[number + 1]
-                selection = insert_node(graph, user, _aten.slice.Tensor, source, dim[0], *ends)
+                selection = insert_node(graph, user, _aten.slice.Tensor, source, dim, *ends)
         user.replace_all_uses_with(selection)
         graph.erase_node(user)
     graph.erase_node(node)
@@ -254,7 +255,7 @@ def _split_parts(graph: fx.Graph, node: fx.Node) -> None:
 
 def _split_long_reduction(graph: fx.Graph, node: fx.Node) -> None:
     """Split a long reduction into two stages: over parts, and over the parts' results."""
-    source, fold = node.args[0], _FOLDS[node.target]
+    source, reduction = node.args[0], _REDUCTIONS[node.target]
     assert isinstance(source, fx.Node)
     shape = shape_of(source)
     dims_argument: Any = node.args[1] if len(node.args) > 1 else None
@@ -267,18 +268,19 @@ def _split_long_reduction(graph: fx.Graph, node: fx.Node) -> None:
     terms = math.prod(shape[dim] for dim in dims)
     if terms <= _MOST_TERMS:
         return
-    stage = "sum" if fold == "mean" else fold
+    first_stage = "sum" if reduction == "mean" else reduction
     with graph.inserting_before(node):
-        if fold == "any":
+        if reduction == "any":
             source = insert_node(graph, node, _aten.ne.Scalar, source, 0)
         elif (dtype := _sum_dtype(node)) != source.meta["val"].dtype:
             source = insert_node(graph, node, _aten._to_copy.default, source, dtype=dtype)  # noqa: SLF001
-        parts = insert_node(graph, node, PARTIAL, source, dims, math.isqrt(terms), stage)
-        total = insert_node(graph, node, _STAGES[fold], parts, [len(shape) - len(dims)])
-        if fold == "mean":
+        parts = insert_node(graph, node, PARTIAL, source, dims, math.isqrt(terms), first_stage)
+        last_dim = len(shape) - len(dims)  # PARTIAL puts the parts behind the remaining dimensions
+        total = insert_node(graph, node, _SECOND_STAGES[reduction], parts, [last_dim])
+        if reduction == "mean":
             total = insert_node(graph, node, _aten.mul.Tensor, total, 1.0 / terms)
         result = insert_node(graph, node, _aten.view.default, total, list(shape_of(node)))
-        if fold != "any" and node.meta["val"].dtype == torch.float16:
+        if reduction != "any" and node.meta["val"].dtype == torch.float16:
             result = insert_node(graph, node, _aten._to_copy.default, result, dtype=torch.float16)  # noqa: SLF001
     node.replace_all_uses_with(result)
     graph.erase_node(node)

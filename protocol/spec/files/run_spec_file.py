@@ -41,7 +41,7 @@ def load_run_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
 
 
 def _read(path: Path) -> bytes:
-    """Read at most the size of a run spec, since a device file never ends.
+    """Read a file of limited size; a device file could be endless.
 
     Raises:
         OSError: The file cannot be read, or is larger than a run spec may be.

@@ -1,4 +1,4 @@
-"""Members that read slowly or late block nobody, and the coordinator buffers no steps for them."""
+"""Workers that stop reading or join late block nobody; few steps wait in memory for them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LARGE_STEPS: Final = {
 
 @pytest.fixture(autouse=True)
 def _small_limits(monkeypatch):
-    """A step exceeds the send limits; missed data soon exceeds a state."""
+    """A step exceeds each send limit; soon a state is sent in place of the missed steps."""
     monkeypatch.setattr(limits, "SEND_QUEUE_BYTES", BLOCK_BYTES)
     monkeypatch.setattr(limits, "SEND_AHEAD_BYTES", BLOCK_BYTES // 4)
     monkeypatch.setattr(limits, "WRITE_HIGH_WATER_BYTES", BLOCK_BYTES // 4)
@@ -70,7 +70,7 @@ async def report_step_applied(live: LiveService, attacker: HostileWorker) -> Non
     current = live.service.current
     assert current is not None
     async with asyncio.timeout(PATIENCE_S):
-        while current.replica_state is None or current.replica_state.step < 1:  # noqa: ASYNC110 -- raises no event
+        while current.replica_state is None or current.replica_state.step < 1:  # noqa: ASYNC110 -- nothing signals it
             await asyncio.sleep(0.001)
     digest = current.replica_state.state_digest
     attacker.send(StepApplied(term=attacker.term, step=1, state_digest=digest))
@@ -134,7 +134,7 @@ class SlowBackend(ScriptedBackend):
 async def train_with_late_joiner(
     directory: Path, **changes: Any
 ) -> tuple[dict[str, Any], LiveService]:
-    """Return the result of a run that a second worker joins in progress."""
+    """Return the result and the service of a run that a second worker joins in progress."""
     slow_backend, backend_factory = SlowBackend(microbatch_ms=40), ScriptedFactory()
     backend_factory._backend = slow_backend
     async with live_service(directory, 1) as live:

@@ -21,7 +21,7 @@ from tests.backends.wgpu.products import small_tiles
 
 pytest.importorskip("ziglang")
 
-_SEPARATE = Convention(fused=False)
+_CONVENTION = Convention(fused=False)  # of multiply-adds, not of attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +63,11 @@ def test_a_device_and_the_cpu_give_the_same_bits(device: object) -> None:
     from backends.wgpu.device.device import Device
 
     assert isinstance(device, Device)
-    cpu = CpuTarget(_SEPARATE, threads=2)
+    cpu = CpuTarget(_CONVENTION, threads=2)
     cpu_options = _AlwaysFusing(cooperative=True, matmul=product_shader, canonical=True)
     cpu_results = _run_attention(cpu, cpu_options)
     cpu.close()
-    vulkan = CanonicalDevice(device, _SEPARATE)
+    vulkan = CanonicalDevice(device, _CONVENTION)
     vulkan_options = _AlwaysFusing(cooperative=True, matmul=small_tiles, canonical=True)
     vulkan_results = _run_attention(vulkan, vulkan_options)
     for on_cpu, on_vulkan in zip(cpu_results, vulkan_results, strict=True):
