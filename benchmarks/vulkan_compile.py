@@ -2,7 +2,7 @@
 
     python -m benchmarks.vulkan_compile [--rounds 5] [--cold]
 
-A small Qwen3-like model with LoRA, 36 layers against 4, each compiled in its own process,
+A small Qwen3 model with LoRA, 36 layers against 4, each compiled in its own process,
 alternating: the time of `Backend.compile`, and the time until the first microbatch is done. With
 `--cold`, Mesa's software driver keeps no shaders between processes.
 """
@@ -24,7 +24,7 @@ LAYERS: Final = (4, 36)
 
 
 def measure(layers: int) -> dict[str, float]:
-    """Measure in this process; return the seconds of each phase."""
+    """Measure in this process; return the seconds from the start to the end of each phase."""
     import numpy as np  # noqa: PLC0415  -- only child processes need these
     import peft  # noqa: PLC0415
     import torch  # noqa: PLC0415
@@ -47,7 +47,7 @@ def measure(layers: int) -> dict[str, float]:
         logits = model(input_ids=arrays["ids"]).logits.flatten(0, 1)
         return torch.nn.functional.cross_entropy(logits, arrays["ids"].flatten(), reduction="sum")
 
-    batch = Batch({"ids": np.arange(64, dtype=np.int64).reshape(2, 32)}, 2.0)
+    batch = Batch({"ids": np.arange(64, dtype=np.int64).reshape(2, 32)}, weight=2.0)
     backend = VulkanBackend()
     _ = backend.has_exact_additions, backend.tuner  # measured once per device, not per program
     start_s = time.perf_counter()
@@ -73,13 +73,14 @@ def main() -> None:
     print_heading("Compiling 36 layers against 4 for a Vulkan device")
     environment = {"MESA_SHADER_CACHE_DISABLE": "true"} if options.cold else {}
     times_by_layers: dict[int, list[dict[str, float]]] = {layers: [] for layers in LAYERS}
-    for number in range(options.rounds + (not options.cold)):
+    warmup_rounds = 0 if options.cold else 1  # fills the driver's cache, and is not counted
+    for round_index in range(warmup_rounds + options.rounds):
         for layers in LAYERS:
             command = [sys.executable, "-m", "benchmarks.vulkan_compile", "--layers", str(layers)]
             process = subprocess.run(  # noqa: S603 -- our own command
                 command, env={**os.environ, **environment}, stdout=subprocess.PIPE, check=True
             )
-            if number or options.cold:  # the first round fills the driver's cache
+            if round_index >= warmup_rounds:
                 times_by_layers[layers].append(json.loads(process.stdout.splitlines()[-1]))
     rows = []
     for phase in times_by_layers[LAYERS[0]][0]:

@@ -7,8 +7,9 @@ a microbatch and of a layer's forward and backward; bytes that workgroups read a
 card's memory (ignoring caches); barriers that workgroups pass; and the slowdown of workgroup memory
 by bank conflicts. See `benchmarks.shader_counts`.
 
-For a subtree of several microbatches: how many of them a dispatch computes, the memory of
-activations, and the dispatches of steps and sums, with one microbatch or several per dispatch.
+For a subtree of several microbatches, if each dispatch computes one of them or as many as are
+worthwhile: that number, the memory of activations, and the dispatches per microbatch, with those
+that add gradients.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ from protocol.base.limits import MICROBATCHES_PER_DISPATCH, byte_size
 CARD: Final = MatmulTraits(workgroup_bytes=2**15, invocations=1024)
 _BINDINGS: Final = 16
 _HEADER: Final = (
-    "microbatch", "dispatches", "of a layer", "moved", "barriers", "workgroup memory takes",
+    "microbatch", "dispatches", "per layer", "moved", "barriers", "workgroup memory time",
 )  # fmt: skip
 _SUBTREE_HEADER: Final = (
-    "microbatch", "at once", "activations", "of all", "dispatches alone", "at once, of each",
+    "microbatch", "microbatches at once", "activations of one", "of several",
+    "dispatches per microbatch, one at a time", "several at once",
 )  # fmt: skip
 
 
@@ -63,16 +65,17 @@ def plan_of(trainable: Trainable, batch: Batch) -> tuple[Plan, float]:
     assert loss is not None
     trained_names = [tensor.name for block in trainable.blocks for tensor in block.tensors]
     arrays = {name: torch.from_numpy(array) for name, array in batch.arrays.items()}
-    templates = KernelOptions(
+    options = KernelOptions(
         cooperative=True,
         matmul=card_shader,
         bindings=_BINDINGS,
         workgroup_bytes=CARD.workgroup_bytes,
     )
-    capture = capture_step(module, loss, trained_names, arrays, templates.fuses)
+    capture = capture_step(module, loss, trained_names, arrays, options.fuses)
     base = BaseLayout(module, trainable.base_dtype)
     constants = dict(module.named_buffers())
-    plan = lower_to_plan(capture, base, constants, templates, [[*range(1 + len(trained_names))]])
+    loss_and_gradients = [*range(1 + len(trained_names))]
+    plan = lower_to_plan(capture, base, constants, options, [loss_and_gradients])
     paths = {kind.path for kind in capture.kinds}
     layer_dispatches = sum(
         any(path in dispatch.label for path in paths) for dispatch in plan.dispatches
@@ -93,13 +96,13 @@ class _RecordingTarget:
 
 
 def dispatches_of_subtree(
-    trainable: Trainable, plan: Plan, microbatches_at_once: int, pairs: int
+    trainable: Trainable, plan: Plan, microbatches_at_once: int, tensors_per_dispatch: int
 ) -> int:
     """Return the number of dispatches for a subtree of `SUBTREE_LEAVES` microbatches, including
     gradient sums."""
     target: Any = _RecordingTarget()
     sizes = [4 * tensor.elements for block in trainable.blocks for tensor in block.tensors]
-    sums = SumStack(target, [sizes], pairs)
+    sums = SumStack(target, [sizes], tensors_per_dispatch)
     sums.reserve(largest_level_count(SUBTREE_LEAVES))
     total = 0
     for start in range(0, SUBTREE_LEAVES, microbatches_at_once):
@@ -120,6 +123,7 @@ def subtree_row(name: str, trainable: Trainable, plan: Plan) -> Sequence[str]:
     )
     microbatches_at_once = joint_plan.microbatch_limit
     single_dispatches = dispatches_of_subtree(trainable, plan, 1, 1)
+    # An addition binds two buffers.
     joint_dispatches = dispatches_of_subtree(trainable, plan, microbatches_at_once, _BINDINGS // 2)
     return [
         name,
@@ -147,7 +151,7 @@ def row(name: str, plan: Plan, dispatches_per_layer: float) -> Sequence[str]:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -159,7 +163,7 @@ def main() -> None:
     work = [(job.name, job.trainable, job.batch) for job in jobs]
     for hidden in options.hidden:
         for adaptation in ("LoRA", "whole"):
-            decoder = Decoder(hidden, 8, 512, adaptation)
+            decoder = Decoder(hidden, samples=8, tokens=512, adaptation=adaptation)
             work.append((str(decoder), decoder.trainable(1), decoder.batch()))
     rows, subtrees = [], []
     for name, trainable, batch in work:

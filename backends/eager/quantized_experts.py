@@ -19,25 +19,25 @@ from backends.quantization.quantize import Storage
 
 
 class QuantizedExperts(nn.Module):
-    """A layer of frozen experts; see `quantize_experts`.
+    """A layer of frozen experts: `quantize_experts` makes it a base class of transformers' layer.
 
     Attributes:
-        stacks: The matrices of each expert, by the name of the original parameter.
-        adapters: peft's wrapper of each adapted parameter, by name.
+        stacks: By the name of the original parameter: its matrices, one for each expert.
+        wrappers: peft's wrapper of each adapted parameter, by the parameter's name.
         scratch: Memory for one dequantized matrix.
     """
 
     stacks: dict[str, list[QuantizedWeight]]
-    adapters: dict[str, Any]
+    wrappers: dict[str, Any]
     scratch: ScratchBuffer
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Return the weighted sum of each token's experts, (tokens, hidden)."""
-        experts: Any = self
-        up_name = "gate_up_proj" if experts.has_gate else "up_proj"
-        combine = experts._apply_gate if experts.has_gate else experts.act_fn  # noqa: SLF001
+        original: Any = self  # has the attributes of transformers' layer
+        up_name = "gate_up_proj" if original.has_gate else "up_proj"
+        combine = original._apply_gate if original.has_gate else original.act_fn  # noqa: SLF001
         total = torch.zeros_like(hidden_states)
         for expert in range(len(self.stacks["down_proj"])):
             token, choice = torch.where(top_k_index == expert)
@@ -51,7 +51,7 @@ class QuantizedExperts(nn.Module):
 
     def _linear(self, name: str, expert: int, hidden: torch.Tensor) -> torch.Tensor:
         out = linear(hidden, self.stacks[name][expert], None, self.scratch)
-        wrapper = self.adapters.get(name)
+        wrapper = self.wrappers.get(name)
         if wrapper is None or wrapper.disable_adapters:
             return out
         for adapter in wrapper.active_adapters:
@@ -97,10 +97,10 @@ def quantize_experts(
     layer_class = type(layer)
     layer.__class__ = type(f"Quantized{layer_class.__name__}", (QuantizedExperts, layer_class), {})
     any_layer: Any = layer
-    any_layer.stacks, any_layer.adapters, any_layer.scratch = stacks, {}, scratch
+    any_layer.stacks, any_layer.wrappers, any_layer.scratch = stacks, {}, scratch
     for wrapper in module.modules():
         if hasattr(wrapper, "parameter_name") and _base_of(wrapper) is layer:
-            any_layer.adapters[wrapper.parameter_name] = wrapper
+            any_layer.wrappers[wrapper.parameter_name] = wrapper
             wrapper.forward = partial(_forward_to_base, wrapper)
 
 
@@ -109,4 +109,5 @@ def _base_of(wrapper: Any) -> Any:
 
 
 def _forward_to_base(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the layer without peft's change of the parameter, which is gone; `_linear` adapts."""
     return wrapper.base_layer(*args, **kwargs)

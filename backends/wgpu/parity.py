@@ -2,7 +2,8 @@
 
 The check compares loss and gradients of two microbatches, in training mode, with torch's on the
 CPU, with the same random draws. If torch would take too long, it compares only a few layers (at
-least one of each kind, the second and the last) and everything outside the layers.
+least one of each kind, the second and the last) and everything outside the layers, and if that
+would still take too long, with only the first samples of a microbatch.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _BUDGET_S: Final = 4.0
 _PRODUCT_SIZE: Final = 512
 """Rows and columns of the matrix product that measures the CPU's speed."""
 _OPERATIONS_PER_WEIGHT: Final = 6
-"""Floating-point operations per weight and row of a microbatch, in forward and backward."""
+"""Floating-point operations per use of a weight (see `_rows`), in forward and backward."""
 
 
 class ComparableProgram(CaptureRunner, Protocol):
@@ -50,8 +51,8 @@ class ComparableProgram(CaptureRunner, Protocol):
     loss_scale: float
 
     def make_value_reader(self) -> Callable[[], dict[str, torch.Tensor]]:
-        """Return a function that gives the module's current tensors as uploaded to the device,
-        under all their names."""
+        """Return a function that returns the values of the tensors that the module has now, as the
+        device has them (quantized weights dequantized), under all their names."""
 
     def use_capture(self, batch: Batch, capture: Capture) -> None:
         """Use this capture for batches like this one."""
@@ -64,7 +65,7 @@ class ComparableProgram(CaptureRunner, Protocol):
         """Run the compiled program; return gradients by name, and the loss under ""."""
 
     def gradients_once(self, capture: Capture, batch: Batch, seed: int) -> dict[str, Array]:
-        """Compute one microbatch as `gradients_of`, with a temporary capture."""
+        """Compute one microbatch as `gradients_of`, with a capture that is used only here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class Parity:
     It must be constructed before the program moves the module's weights off the host.
 
     Args:
-        program: A program without plans yet.
+        program: A program that has compiled nothing yet.
         trainable: The task.
         batches: Microbatches of the run; two are compared.
     """
@@ -101,8 +102,8 @@ class Parity:
         self._trained_names = [
             tensor.name for block in trainable.blocks for tensor in block.tensors
         ]
-        self._halves = trainable.precision == "float16"
-        self._tolerance = FLOAT16_TOLERANCE if self._halves else TOLERANCE
+        self._is_float16 = trainable.precision == "float16"
+        self._tolerance = FLOAT16_TOLERANCE if self._is_float16 else TOLERANCE
         self._torch_seconds = 0.0
         microbatches = _two_microbatches(batches)
         widest = max(microbatches, key=_rows)
@@ -113,7 +114,7 @@ class Parity:
         self._captures = {} if self._part else {_shapes(microbatches[0]): whole_capture}
         seeds = range(trainable.seed, trainable.seed + 2)
         with self._part.isolate():
-            self._values = program.make_value_reader()
+            self._read_values = program.make_value_reader()
         self._cases = [self._build_case(*pair) for pair in zip(microbatches, seeds, strict=True)]
 
     def _build_case(self, batch: Batch, seed: int) -> _Case:
@@ -131,7 +132,7 @@ class Parity:
     ) -> tuple[dict[str, Array], float]:
         """Return torch's results and the loss scale with which they are finite."""
         results: dict[str, Array] = {}
-        for scale in _SCALES if self._halves else (0.0,):
+        for scale in _SCALES if self._is_float16 else (0.0,):
             results = self._run_on_host(capture, batch, seed, scale)
             if all(np.isfinite(value).all() for value in results.values()):
                 break
@@ -149,7 +150,8 @@ class Parity:
     def _run_on_host(
         self, capture: Capture, batch: Batch, seed: int, scale: float, rounding: int = 0
     ) -> dict[str, Array]:
-        values = self._values()
+        """Return torch's results; `rounding`: the seed of a perturbation of the weights, or 0."""
+        values = self._read_values()
         names = [name for name in self._trained_names if name in values]
         if rounding:
             values = perturb(values, rounding)
@@ -187,7 +189,8 @@ class Parity:
     def _is_rounding(self, case: _Case, distance: float) -> bool:
         """Whether changing the last bits of the weights changes torch's results about as much."""
         repeated, *differences = (
-            difference(case.expected, self._repeat_on_host(case, number))[1] for number in range(3)
+            difference(case.expected, self._repeat_on_host(case, rounding))[1]
+            for rounding in (0, 1, 2)  # 0: unchanged weights
         )
         return repeated == 0.0 and distance <= ROUNDINGS * max(differences)
 
@@ -206,7 +209,7 @@ class Parity:
         """Return the likely cause."""
         if difference(case.expected, self._repeat_on_host(case))[1]:
             return "torch's results differ from run to run as well"
-        if self._halves:
+        if self._is_float16:
             return "the operator cannot be determined in float16 (try model.precision: float32)"
         try:
             capture = self._program.capture(case.batch, closes_layers=False)
@@ -214,7 +217,7 @@ class Parity:
             operator = describe_differing_operator(
                 self._program,
                 capture,
-                self._values(),
+                self._read_values(),
                 case.batch,
                 seeds,
                 case.seed,
@@ -222,6 +225,7 @@ class Parity:
             )
             if operator:
                 return f"the operator is {operator}"
+            # The search has modified its capture.
             capture = self._program.capture(case.batch, closes_layers=False)
             results = self._program.gradients_once(capture, case.batch, case.seed)
         except (SamestepError, RuntimeError) as error:
@@ -231,8 +235,8 @@ class Parity:
         return "no single operator, but several fused in one kernel"
 
     def _has_no_draws(self, case: _Case) -> bool:
-        """Whether no layer draws random numbers; inlined layers would draw others than shared
-        ones."""
+        """Whether no layer draws random numbers. With draws, inlined layers give other results
+        than layers that share kernels."""
         return not any(call.has_draws for call in case.capture.calls)
 
 
@@ -240,7 +244,8 @@ def difference(expected: Mapping[str, Array], results: Mapping[str, Array]) -> t
     """Return the name of the tensor that differs most ("" for the loss), and the relative
     difference.
 
-    The difference is relative to the tensor's norm; infinity if only one of the values is finite.
+    The difference is relative to the tensor's norm, for a gradient to at least `_RELATIVE_FLOOR`
+    of the largest gradient's norm. It is infinite if a value that is not finite differs.
     """
     norms = {name: _norm(value) for name, value in expected.items()}
     floor = _RELATIVE_FLOOR * max((norm for name, norm in norms.items() if name), default=0.0)
@@ -343,10 +348,11 @@ class _Part:
 def choose_part(
     module: nn.Module, batch: Batch, operations: float, calls: Sequence[LayerCall]
 ) -> _Part:
-    """Choose the part of a model that takes at most `operations` operations.
+    """Choose the part of a model to compare: all of it if that takes at most `operations`.
 
-    It has at least one layer of each kind, the second and the last layer of each list, and one
-    sample. Layers are of the same kind if their `LayerCall`s are: they share one set of kernels.
+    Otherwise at least one layer of each kind, and the second and the last layer of each list; if
+    these take more, as many samples as do not, but at least one (all if arrays differ in length).
+    Layers are of the same kind if their `LayerCall`s are: they share one set of kernels.
     """
     stacks: dict[str, tuple[nn.ModuleList, dict[str, nn.Module]]] = {}
     for path, layer in repeated_layers(module, ""):

@@ -62,14 +62,16 @@ class MemberSession:
         host: The peer's address.
         check: The check of the worker's proof.
         run: The run that the worker takes part in, if one is in progress.
-        preparing: Progress of the worker's preparation of the task; empty if none was reported.
+        preparing: Progress of the worker's preparation of the task; empty before and after it.
         goodbye_reason: The reason in the worker's Goodbye; empty without a Goodbye.
         exit_code: The exit code in the worker's Goodbye; not OK if the worker or its device is
             unusable.
         is_explained: Whether the reason for the end is known: a Goodbye, or a refusal.
         has_left: Whether the worker left on purpose and will not reconnect.
         has_stepped: Whether the worker has applied a step of a run.
-        is_worker: False if the peer is not a worker: it sent nothing, or no valid frame.
+        is_worker: False if the connection ended with a protocol error before a Hello: after bytes
+            that are no frame, or a port check that sent none over TLS. A Hello of another version
+            counts; so does a peer that was silent until the timeout.
     """
 
     channel: Channel
@@ -98,6 +100,7 @@ class MemberSession:
         )
 
     def on_message(self, channel: Channel, received: ReceivedMessage) -> None:
+        # `Connection` has checked the order of handshake messages: no Proof precedes the Hello.
         message = received.message
         match message:
             case Hello():
@@ -156,6 +159,8 @@ class MemberSession:
 
 class JoinCheck:
     """Checks in one handshake that the worker knows the right secret: its key or the join token.
+
+    A worker that says that it is enrolled proves its key, any other the join token.
 
     Attributes:
         name: The name that the worker asks for, under which its key is stored.

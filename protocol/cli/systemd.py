@@ -24,7 +24,7 @@ shorter one."""
 
 
 class Supervisor:
-    """Reports readiness, status and the watchdog's pings to systemd.
+    """The link to systemd, the supervisor of this process: reports readiness, status and pings.
 
     Does nothing without `$NOTIFY_SOCKET`. Removes systemd's variables from the environment: child
     processes must not report in this process's place.
@@ -126,7 +126,7 @@ class SystemJournal:
 
         Args:
             command: coordinator or worker.
-            stream: File descriptor; standard error.
+            stream: File descriptor, by default that of standard error.
             environment: Environment variables, with `$JOURNAL_STREAM` of systemd.
         """
         try:

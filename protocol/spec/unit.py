@@ -20,7 +20,7 @@ def unit_text(batch: BatchSpec, manifest: Manifest | None) -> str:
     else:
         text = f"sample, computed {batch.microbatch} at a time"
     blocks = () if manifest is None else manifest.blocks
-    if buffers := sum(len(block.tensors) for block in blocks if not block.is_trained):
-        tensors = "tensor" if buffers == 1 else "tensors"
-        text += f"; {buffers} {tensors} that forward changes, averaged in each step"
+    if buffer_count := sum(len(block.tensors) for block in blocks if not block.is_trained):
+        tensors = "tensor" if buffer_count == 1 else "tensors"
+        text += f"; {buffer_count} {tensors} that forward changes, averaged in each step"
     return text

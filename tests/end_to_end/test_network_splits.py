@@ -1,4 +1,5 @@
-"""Real links that are cut silently: half-open connections are noticed, and nothing is lost."""
+"""Links between hosts (network namespaces) are cut silently: half-open connections are noticed, and
+nothing is lost."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ SPEC = (
 MICROBATCH_MS = 45
 """One worker alone needs half a second per step, so the run outlasts the detection of the cut."""
 DETECTION_LIMIT_S = 60.0
-"""The design limit is 9 s; the kernel alone would notice an idle connection after hours."""
+"""For a busy machine: by design 9 s suffice (`LIVENESS_TIMEOUT_MS` and a heartbeat). The kernel
+alone would notice an idle connection after hours."""
 
 
 def write_spec(directory) -> Path:
@@ -71,7 +73,7 @@ def test_disconnected_worker_is_noticed_and_returns(tmp_path, reference):
         cluster.wait_for("committed", step=4)
         mark, cut_s = cluster.event_count(), time.monotonic()
         split.hosts.cut("w1")
-        # The others continue before anyone notices.
+        # w0 continues alone before the cut is noticed.
         straggler = cluster.wait_for("straggler", worker="w1", start=mark)
         cluster.wait_for("committed", step=straggler["step"] + 3)
         disconnection = cluster.wait_for("worker_disconnected", worker="w1", start=mark)

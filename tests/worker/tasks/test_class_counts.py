@@ -16,10 +16,11 @@ from worker.tasks.labels.class_counts import class_metrics
     ],
 )
 def test_no_two_metrics_share_a_name(names):
-    metrics = class_metrics(names, 0)
-    assert len({metric.name for metric in metrics}) == len(metrics) == 3 + 2 + 4
+    metrics = class_metrics(names, majority=0)
+    expected_count = 3 + 2 + 4  # of all classes, F1 of each, cells of the confusion matrix
+    assert len({metric.name for metric in metrics}) == len(metrics) == expected_count
 
 
 def test_different_names_are_shown_unchanged():
-    metric_names = [metric.name for metric in class_metrics(("ham", "spam"), 0)]
+    metric_names = [metric.name for metric in class_metrics(("ham", "spam"), majority=0)]
     assert {"f1[ham]", "f1[spam]", "confusion[ham][spam]"} <= set(metric_names)

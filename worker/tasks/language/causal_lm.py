@@ -30,7 +30,10 @@ PART_TOKENS: Final = 1_024
 
 
 class CausalLM(TransformerTask):
-    """Batches hold input_ids and labels, both (samples, tokens), int64: see `language_data`."""
+    """The task; batches hold input_ids and labels, and position_ids if samples are packed.
+
+    All are (samples, tokens), int64: see `language_data` and `packing`.
+    """
 
     def __init__(self, spec: CausalLmRun) -> None:
         data = read_language_data(spec, spec.data.holdout)
@@ -75,6 +78,7 @@ def load_model(spec: ModelRun, tokenizer: Any) -> pretrained.Pretrained:
         DataError: The model cannot be loaded, or has fewer positions than a sample has tokens.
     """
     if spec.model.config is None:
+        # An adapter's base must be loadable without the run's seed.
         loaded = pretrained.load_causal_lm(spec.model, spec.seed if spec.lora is None else 0)
     else:
         end = tokenizer.eos_token_id
