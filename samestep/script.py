@@ -324,6 +324,12 @@ def _task_of_sent_script(spec: RunSpec, name: str, digest: str, call_number: int
         return build_task(stop.build, spec, script)
     except SystemExit:
         pass  # SystemExit would end only the device's thread
+    except ModuleNotFoundError as error:
+        raise ScriptMissing(
+            f"expected the modules that the script {name!r} imports, got none named "
+            f"{error.name!r}: install it here, or copy the script with the modules beside it and "
+            f"start this worker with `worker {name}`"
+        ) from None
     finally:
         _SEARCH.is_active = False
     raise DataError(

@@ -9,10 +9,11 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from protocol.base.errors import DataError, ScriptMissing, ExitCode
+from protocol.base.errors import DataError, ExitCode, ScriptMissing
 from protocol.spec.run_spec import parse_run_spec
 from samestep.script import FitTask, Script
 from tests.processes import ROOT, run_to_end
@@ -240,28 +241,36 @@ def test_resuming_with_an_edited_script_is_exact_only_if_gradients_are_unchanged
     assert re.search(message, changed.stderr)
 
 
+def submitted_task(script: Script, call: int) -> dict[str, Any]:
+    """Return the run spec of a call of `fit` in a script that the coordinator sends."""
+    return {
+        **SPEC.model_dump(mode="json", exclude_defaults=True),
+        "options": {
+            "script": {"name": script.name, "digest": script.digest, "call": call},
+        },
+        "data": {"train": str(script.path)},
+    }  # fmt: skip
+
+
 def test_submitted_script_that_exits_before_its_fit_is_reported(tmp_path, monkeypatch):
     script = Script.at(write_script(tmp_path, "import sys\nsys.exit(0)\n"))
-    identity = {"name": script.name, "digest": script.digest, "call": 1}
-    document = {
-        **SPEC.model_dump(mode="json", exclude_defaults=True),
-        "options": {"script": identity}, "data": {"train": str(script.path)},
-    }  # fmt: skip
     monkeypatch.setattr("samestep.script.accepts_scripts", lambda: True)
     with pytest.raises(DataError, match=r"in the script 'train\.py', which ended without one"):
-        FitTask(parse_run_spec(document))
+        FitTask(parse_run_spec(submitted_task(script, 1)))
 
 
-def test_later_fit_of_a_submitted_script_is_refused(tmp_path, monkeypatch):
-    script = Script.at(write_script(tmp_path, "raise AssertionError\n"))
-    identity = {"name": script.name, "digest": script.digest, "call": 2}
-    document = {
-        **SPEC.model_dump(mode="json", exclude_defaults=True),
-        "options": {"script": identity}, "data": {"train": str(script.path)},
-    }  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "call", "message"),
+    [
+        ("raise AssertionError\n", 2, r"expected the first fit of .*, got its fit number 2"),
+        ("import absent_module\n", 1, r"got none named 'absent_module': install it here"),
+    ],
+)
+def test_only_this_worker_refuses_a_submitted_script(tmp_path, monkeypatch, text, call, message):
+    script = Script.at(write_script(tmp_path, text))
     monkeypatch.setattr("samestep.script.accepts_scripts", lambda: True)
-    with pytest.raises(ScriptMissing, match=r"expected the first fit of .*, got its fit number 2"):
-        FitTask(parse_run_spec(document))
+    with pytest.raises(ScriptMissing, match=message):
+        FitTask(parse_run_spec(submitted_task(script, call)))
 
 
 READS_ENVIRONMENT = """

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -167,3 +168,130 @@ def test_constants_do_not_depend_on_the_hash_seed():
         for seed in ("0", "1", "2")
     }  # fmt: skip
     assert len(outputs) == 1
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(_, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(_, gradient):
+        return -SCALE * gradient
+
+
+class ClassSettings:
+    beta = 4.0
+
+
+@dataclass(slots=True)
+class SlottedSettings:
+    gamma: float
+
+
+class Scaled(nn.Linear):
+    """A layer with a private attribute, and scaling by adapter as LoRA's layers have it."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self._strength = 0.6
+        self.scaling = {"default": 2.0}
+
+    def forward(self, x):
+        return super().forward(x) * self._strength
+
+
+SLOTTED = SlottedSettings(0.7)
+BETAS = torch.linspace(0.0, 1.0, 101)
+MARGINS = {"l1": lambda x: x.abs(), "l2": lambda x: x**2}
+
+
+@pytest.mark.parametrize(
+    ("loss", "name", "text"),
+    [
+        (lambda *_: ClassSettings.beta, "ClassSettings.beta", "4"),
+        (lambda _, batch: Reversed.apply(batch), "SCALE", "2"),
+        (lambda *_: SLOTTED.gamma, "SLOTTED.gamma", "0.7"),
+        (lambda *_: BETAS, "BETAS", "array of 101, mean 0.5, deviation 0.2915"),
+    ],
+)
+def test_constants_in_classes_and_arrays(loss, name, text):
+    constants = script_constants({"loss": loss})
+    assert (constants.get(name) or constants[f"{MODULE}.{name}"]) == text
+
+
+def test_private_attributes_and_scaling_of_layers():
+    constants = script_constants({"module": Scaled()})
+    assert constants["Scaled._strength"] == "0.6"
+    assert constants["Scaled.scaling['default']"] == "2"
+
+
+def test_values_of_layers_have_an_order():
+    first, second = (
+        script_constants({"module": nn.Sequential(*map(nn.Dropout, values))})
+        for values in ((0.1, 0.5), (0.5, 0.1))
+    )
+    assert first != second
+
+
+def test_lambdas_differ_by_their_code():
+    def constants(margin):
+        return script_constants({"loss": lambda *_: margin})
+
+    assert constants(MARGINS["l1"]) != constants(MARGINS["l2"])
+
+
+@pytest.mark.parametrize(
+    "name", ["START", "start_time", "RUN_NAME", "local_rank", "output_dir", "USE_GPU", "verbose"]
+)
+def test_values_of_a_machine_are_not_compared(name):
+    scope = {name: 3}
+    exec(f"def loss(module, batch):\n    return batch * {name}\n", scope)
+    assert script_constants({"loss": scope["loss"]}) == {}
+
+
+class Unreadable:
+    @property
+    def __dict__(self):  # type: ignore[override]
+        raise RuntimeError("no attributes")
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+
+class UnreadableMapping(dict[str, int]):
+    def __getitem__(self, key):
+        raise KeyError(key)
+
+
+class Node:
+    def __init__(self, tail):
+        self.tail = tail
+
+
+def linked(length):
+    node = None
+    for _ in range(length):
+        node = Node(node)
+    return node
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Unreadable(),
+        UnreadableMapping(a=1),
+        torch.zeros(3, dtype=torch.complex64).conj(),
+        nn.Parameter(torch.zeros(3, device="meta")),
+        np.timedelta64(1, "D"),
+        np.ma.masked,
+        complex(0, math.nan),
+        linked(30_000),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_unreadable_value_does_not_hide_others(value):
+    def loss(*_, scale=2.5):
+        return (value, value.tail, scale)
+
+    assert script_constants({"loss": loss})["scale in loss"] == "2.5"

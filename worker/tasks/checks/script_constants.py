@@ -8,16 +8,27 @@ device name or a path may differ, and so may constants that no function of the u
 from __future__ import annotations
 
 import argparse
+import contextlib
 import enum
 import functools
 import itertools
 import math
 import re
 import sys
-from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import ChainMap, defaultdict, deque
+from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import PurePath
-from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any, Final
 
 import numpy as np
@@ -30,31 +41,49 @@ from worker.tasks.checks.user_code import is_user_file
 
 _OBJECTS: Final = 20_000
 """Most objects to visit, the nearest first."""
+_DEPTH: Final = 8
+"""Most attributes, entries and functions between a root and a constant."""
 _ENTRIES: Final = 256
 """Most entries to read of a container, the first ones."""
-_ELEMENTS: Final = 16
-"""Most elements of an array that is compared; the data's digest covers larger ones."""
+_SHOWN_ELEMENTS: Final = 16
+"""Most elements of an array that are compared one by one; of others mean and deviation."""
+_ARRAY_ELEMENTS: Final = 1 << 20
 _NAME_CHARACTERS: Final = 100
 _TEXT_CHARACTERS: Final = 64
+_DIGESTED_CHARACTERS: Final = 65_536
 _SHOWN: Final = re.compile(r"[\w.+-]{1,16}", re.ASCII)
 """Matches a text that is a mode such as `mse`; of other texts a digest is sent, for privacy."""
-_LOCAL: Final = re.compile(r"(cpu|cuda|gpu|hip|mps|vulkan|xpu)(:\d+)?|.*[/\\].*", re.DOTALL)
-"""Matches a device or a path, which may differ between machines."""
-_PER_MACHINE: Final = frozenset(
-    {"device", "host", "hostname", "num_workers", "pid"}
-    | {"local_rank", "node_rank", "rank", "world_size"}
+_LOCAL: Final = re.compile(
+    r"(cpu|cuda|gpu|hip|mps|vulkan|xpu)(:\d+)?|[/~.\\].*|[A-Za-z]:\\.*|\w+://.*", re.DOTALL
 )
-"""Names of values that may differ between machines, in lower case."""
+"""Matches a device, a path or a URL, which may differ between machines."""
+_PER_MACHINE: Final = re.compile(
+    r"""(.*_)?(cache|cpu|cuda|debug|devices?|dir|directory|file|filename|folder|gpus?|host|hostname
+    |logger|paths?|pid|quiet|threads|timestamp|user|username|uuid|verbose|verbosity|version|workers)
+    |log_(every|freq|frequency|interval|level|steps)
+    |(exp|experiment|job|project|run|session|wandb)_(id|name)
+    |(global_|local_|node_)?rank|world_size|pin_memory|cpu_count
+    |start(ed)?(_at|_time)?|.*_time|t0|now|date|id""",
+    re.VERBOSE | re.IGNORECASE,
+)
+"""Matches names of values that may differ between machines, or that only logs read."""
 _CONSTRUCTORS: Final = ("__init__", "__new__", "__post_init__")
-"""Methods whose attributes are not compared: possibly no computation reads them."""
+"""Methods that mention attributes which no computation may read."""
 _CONFIG_PACKAGES: Final = ("ml_collections", "omegaconf")
+_MODULE_ATTRIBUTES: Final = frozenset(vars(nn.Module()))
+_MAPPINGS: Final = (dict, MappingProxyType, ChainMap)
+_EXACT_TYPES: Final = (bytes, complex, range, Decimal, Fraction)
+
+_Members = Iterator[tuple[str, str, object]]
+"""Name, last identifier in it, and value."""
 
 
 def script_constants(roots: Mapping[str, object]) -> dict[str, str]:
     """Return the constants that user code reads, as text, by a name such as `SCALE`.
 
     Floats have four digits, so that a mean which unlike machines round differently is equal. Layers
-    of one class share a name, such as `Dropout.p`, with all their values.
+    of one class share a name, such as `Dropout.p`, with all their values in order. Values that
+    cannot be read are left out.
 
     Args:
         roots: The user's functions, modules and objects, by name.
@@ -64,9 +93,9 @@ def script_constants(roots: Mapping[str, object]) -> dict[str, str]:
     search = _Search(names.mentioned)
     search.visit_all(roots)
     constants = {
-        name[:_NAME_CHARACTERS]: _shorten(", ".join(sorted(texts)))
+        name: _shorten(", ".join(texts))
         for name, texts in search.texts.items()
-        if name.isprintable()
+        if name.isprintable() and len(name) <= _NAME_CHARACTERS
     }
     return dict(sorted(constants.items())[: limits.SCRIPT_CONSTANTS])
 
@@ -76,103 +105,121 @@ class _Search:
 
     Attributes:
         mentioned: Names and texts in the code of all visited user functions.
-        texts: Texts of constants, by name.
+        texts: Texts of constants by name, without repetitions in sequence.
 
     Args:
         used_names: Only entries and attributes with these names are visited; None: all.
     """
 
-    def __init__(self, used_names: frozenset[str] | set[str] | None) -> None:
+    def __init__(self, used_names: AbstractSet[str] | None) -> None:
         self.mentioned: set[str] = set()
-        self.texts: defaultdict[str, set[str]] = defaultdict(set)
+        self.texts: defaultdict[str, list[str]] = defaultdict(list)
         self._used_names = used_names
-        self._roots: Collection[str] = ()
         self._visited: dict[int, object] = {}
-        self._queue: deque[tuple[str, object]] = deque()
+        self._expanded_classes: set[type] = set()
+        self._queue: deque[tuple[str, str, int, object]] = deque()
 
     def visit_all(self, roots: Mapping[str, object]) -> None:
-        self._roots = roots.keys()
-        self._queue.extend(roots.items())
+        self._queue.extend((name, "", 0, value) for name, value in roots.items())
         while self._queue and len(self._visited) < _OBJECTS:
-            self._visit(*self._queue.popleft())
+            name, key, depth, value = self._queue.popleft()
+            # A proxy or a lazy configuration may raise anything, or import and read files.
+            with contextlib.suppress(Exception):
+                self._visit(name, key, depth, value)
 
-    def _visit(self, name: str, value: object) -> None:
-        is_compared = name not in self._roots and not _PER_MACHINE & _split_words(name)
-        if is_compared and (text := _format_constant(value)) is not None:
-            self.texts[name].add(text)
-        if id(value) in self._visited:
+    def _visit(self, name: str, key: str, depth: int, value: object) -> None:
+        """Record a value and queue its members; a root itself is not recorded."""
+        is_compared = depth > 0 and not _PER_MACHINE.fullmatch(key)
+        if is_compared and (text := _text_of(value)) is not None:
+            texts = self.texts[name]
+            if texts[-1:] != [text]:
+                texts.append(text)
+        if id(value) in self._visited or depth == _DEPTH:
             return
         self._visited[id(value)] = value  # a reference, so that its id is not reused
-        self._queue.extend(self._members(name, value))
+        for member_name, member_key, member in self._members(name, key, value):
+            self._queue.append((member_name, member_key, depth + 1, member))
 
-    def _members(self, name: str, value: Any) -> Iterator[tuple[str, object]]:
+    def _members(self, name: str, key: str, value: Any) -> _Members:
         if isinstance(value, nn.Module):
-            yield from self._module_members(value)
+            yield from self._of_module(value)
         elif isinstance(value, FunctionType):
-            yield from self._function_members(value)
+            yield from self._of_function(value)
         elif isinstance(value, MethodType):
-            yield from ((name, value.__self__), (name, value.__func__))
+            yield from ((name, key, value.__self__), (name, key, value.__func__))
         elif isinstance(value, functools.partial):
-            yield from ((name, value.func), (name, value.args), (name, value.keywords))
+            yield from ((name, key, part) for part in (value.func, value.args, value.keywords))
         elif isinstance(value, enum.Enum | enum.EnumType):
             return
         elif isinstance(value, type):
-            yield from self._class_members(value)
+            yield from self._of_class(value)
         elif isinstance(value, list | tuple | set | frozenset | deque):
-            yield from ((f"{name}[{n}]", entry) for n, entry in enumerate(_list_in_order(value)))
-        elif isinstance(value, dict) or type(value).__module__.startswith(_CONFIG_PACKAGES):
-            yield from self._mapping_members(name, value)
+            yield from ((f"{name}[{n}]", key, item) for n, item in enumerate(_in_order(value)))
+        elif isinstance(value, _MAPPINGS) or type(value).__module__.startswith(_CONFIG_PACKAGES):
+            yield from self._of_mapping(name, value)
         elif _has_user_attributes(value):
-            attributes = _select_used(vars(value), self._used_names, default={})
-            yield from ((f"{name}.{key}", entry) for key, entry in attributes.items())
-            yield from self._class_members(type(value))
+            for attribute, member in _attributes(value).items():
+                if self._is_used(attribute):
+                    yield f"{name}.{attribute}", attribute, member
+            yield from self._of_class(type(value))
         elif (function := getattr(value, "__wrapped__", None)) is not None:
-            yield name, function
+            yield name, key, function
 
-    def _module_members(self, module: nn.Module) -> Iterator[tuple[str, object]]:
+    def _is_used(self, name: object) -> bool:
+        return self._used_names is None or name in self._used_names
+
+    def _of_module(self, module: nn.Module) -> _Members:
+        """Yield what the user's layers read, and floats of other layers, such as LoRA's scaling."""
         for layer in module.modules():
             self._visited.setdefault(id(layer), layer)
-            owner = type(layer)
-            is_user_class = _is_user_class(owner)
+            kind = type(layer)
+            is_of_user = _is_user_class(kind)
             for key, value in vars(layer).items():
-                is_read = is_user_class and (self._used_names is None or key in self._used_names)
-                is_plain = not key.startswith("_") and key != "training"
-                if is_plain and (is_read or type(value) is float):
-                    yield f"{owner.__name__}.{key}", value
-            yield from self._class_members(owner)
+                if key in _MODULE_ATTRIBUTES:
+                    continue
+                if type(value) is float or (is_of_user and self._is_used(key)):
+                    yield f"{kind.__name__}.{key}", key, value
+                elif type(value) is dict and not key.startswith("_"):
+                    yield from (
+                        (f"{kind.__name__}.{key}[{entry_key!r}]", key, entry)
+                        for entry_key, entry in itertools.islice(value.items(), _ENTRIES)
+                        if type(entry) is float
+                    )
+            yield from self._of_class(kind)
 
-    def _mapping_members(self, name: str, value: Any) -> Iterator[tuple[str, object]]:
-        """Yield the entries that code mentions; if it mentions none, all: it may loop over them."""
-        entries = dict(value.items())
-        used_entries = _select_used(entries, self._used_names, default=entries)
-        for key, entry in itertools.islice(used_entries.items(), _ENTRIES):
-            yield f"{name}[{key!r}]", entry
+    def _of_mapping(self, name: str, value: Any) -> _Members:
+        """Yield the entries that code mentions; all, if it mentions none, as it may loop."""
+        keys = list(value)
+        used_keys = [key for key in keys if self._is_used(key)] or keys
+        for key in used_keys[:_ENTRIES]:
+            with contextlib.suppress(Exception):  # a value that is missing or interpolated
+                yield f"{name}[{key!r}]", str(key), value[key]
 
-    def _class_members(self, owner: type) -> Iterator[tuple[str, object]]:
+    def _of_class(self, kind: type) -> _Members:
         """Yield the functions and the attributes of the user's classes."""
-        for base in owner.__mro__:
-            if id(base) in self._visited or not is_user_file(_file_of(base)):
+        for base in kind.__mro__:
+            if base in self._expanded_classes or not is_user_file(_file_of(base)):
                 continue
-            self._visited[id(base)] = base
+            self._expanded_classes.add(base)
             for key, value in vars(base).items():
                 function = getattr(value, "fget", None) or getattr(value, "__func__", value)
                 if isinstance(function, FunctionType):
                     if key not in _CONSTRUCTORS:
-                        yield from self._function_members(function)
-                elif not key.startswith("__") and (
-                    self._used_names is None or key in self._used_names
-                ):
-                    yield f"{base.__name__}.{key}", value
+                        yield from self._of_function(function)
+                elif not key.startswith("__") and self._is_used(key):
+                    yield f"{base.__name__}.{key}", key, value
 
-    def _function_members(self, function: FunctionType) -> Iterator[tuple[str, object]]:
-        """Yield defaults, closure and globals; of a library's function only inner functions."""
+    def _of_function(self, function: FunctionType) -> _Members:
+        """Yield defaults, closure and globals; of a library's function the user's objects in its
+        closure."""
         code, name = function.__code__, function.__name__
         cells = _closure(function)
         if not is_user_file(code.co_filename):
             yield from (
-                (f"{key} in {name}", value)
+                (f"{key} in {name}", key, value)
                 for key, value in cells.items()
                 if isinstance(value, FunctionType | MethodType | functools.partial)
+                or _is_user_class(type(value))
             )
             return
         names = _find_mentioned(code)
@@ -181,19 +228,24 @@ class _Search:
         defaults = function.__defaults__ or ()
         by_name = dict(zip(positional[len(positional) - len(defaults) :], defaults, strict=True))
         for key, value in (by_name | (function.__kwdefaults__ or {}) | cells).items():
-            yield f"{key} in {name}", value
-        for key in sorted(names & function.__globals__.keys()):
-            value = function.__globals__[key]
-            if isinstance(value, ModuleType):
-                if is_user_file(getattr(value, "__file__", None) or "<frozen>"):
-                    shared = sorted(names & vars(value).keys())
-                    yield from ((f"{value.__name__}.{n}", vars(value)[n]) for n in shared)
-                continue
-            module = function.__globals__.get("__name__", "__main__")
-            yield key if module == "__main__" else f"{module}.{key}", value
+            yield f"{key} in {name}", key, value
+        module_name = function.__globals__.get("__name__", "__main__")
+        yield from _of_namespace(module_name, function.__globals__, names)
 
 
-def _format_constant(value: object) -> str | None:
+def _of_namespace(
+    module_name: str, namespace: Mapping[str, object], names: AbstractSet[str]
+) -> _Members:
+    """Yield the globals of a module that code mentions, and those of the user's modules in it."""
+    for key in sorted(names & namespace.keys()):
+        value = namespace[key]
+        if not isinstance(value, ModuleType):
+            yield key if module_name == "__main__" else f"{module_name}.{key}", key, value
+        elif is_user_file(getattr(value, "__file__", None) or "<frozen>"):
+            yield from _of_namespace(value.__name__, vars(value), names - {key})
+
+
+def _text_of(value: object) -> str | None:
     """Return a constant as text; None for a value that is not compared."""
     match value:
         case enum.Enum():
@@ -201,36 +253,65 @@ def _format_constant(value: object) -> str | None:
         case bool() | None:
             return str(value)
         case int() | float() | np.number() | np.bool_():
-            return _format_number(value)
+            return _number_text(value)
         case str():
-            if _LOCAL.fullmatch(value):
+            if _LOCAL.fullmatch(value[:_DIGESTED_CHARACTERS]):
                 return None
             return value if _SHOWN.fullmatch(value) else _digest(value)
         case torch.Tensor() | np.ndarray():
-            return _format_array(value)
+            return _array_text(value)
         case nn.Module():
             return type(value).__name__
-        case FunctionType() | type() | functools.partial():
-            return getattr(value, "__name__", None)
-    return getattr(value, "__name__", None) if callable(value) else None
+        case FunctionType():
+            return _function_text(value)
+    if isinstance(value, _EXACT_TYPES):
+        return _digest(repr(value))
+    name = getattr(value, "__name__", None) if callable(value) else None
+    return name if isinstance(name, str) else None
 
 
-def _format_number(value: Any) -> str:
+def _function_text(function: FunctionType) -> str:
+    """Return a function's name, with a digest of its names and constants if the name is shared."""
+    name = function.__name__
+    if function.__qualname__ == name != "<lambda>" or not is_user_file(
+        function.__code__.co_filename
+    ):
+        return name
+    return f"{name} with digest {_hexdigest(' '.join(sorted(_parts_of(function.__code__))))}"
+
+
+def _parts_of(code: CodeType) -> set[str]:
+    """Return names and constants of a function's code, which all releases of Python share."""
+    parts = {*code.co_names, *code.co_varnames, *code.co_freevars}
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            parts |= _parts_of(constant)
+        elif constant is not None:
+            parts.add(repr(constant))
+    return parts
+
+
+def _number_text(value: Any) -> str:
     number = value.item() if isinstance(value, np.generic) else value
     if isinstance(number, float):
         return f"{number:.4g}" if math.isfinite(number) else str(number)
     return str(number) if abs(number) < 10**30 else _digest(hex(number))
 
 
-def _format_array(values: Any) -> str | None:
+def _array_text(values: Any) -> str | None:
+    """Return the elements of a small array; of a larger one shape, mean and standard deviation."""
+    size = values.numel() if isinstance(values, torch.Tensor) else values.size
+    if size > _ARRAY_ELEMENTS or isinstance(values, nn.Parameter):
+        return None
     if isinstance(values, torch.Tensor):
-        if isinstance(values, nn.Parameter) or values.is_meta or values.layout != torch.strided:
-            return None
         values = values.detach().cpu()
         values = (values.float() if values.is_floating_point() else values).numpy()
-    if values.size > _ELEMENTS or values.dtype.kind not in "biuf":
+    if values.dtype.kind not in "biuf":
         return None
-    return f"[{' '.join(_format_number(element) for element in values.ravel().tolist())}]"
+    if size <= _SHOWN_ELEMENTS:
+        return f"[{' '.join(_number_text(element) for element in values.ravel().tolist())}]"
+    mean, deviation = (_number_text(float(f(values, dtype=np.float64))) for f in (np.mean, np.std))
+    return f"array of {'x'.join(map(str, values.shape))}, mean {mean}, deviation {deviation}"
 
 
 def _shorten(text: str) -> str:
@@ -238,26 +319,33 @@ def _shorten(text: str) -> str:
 
 
 def _digest(text: str) -> str:
-    return f"text with digest {blake3(text.encode(errors='surrogatepass')).hexdigest(6)}"
+    return f"text with digest {_hexdigest(text)}"
 
 
-def _list_in_order(entries: Iterable[object]) -> list[object]:
-    is_set = isinstance(entries, set | frozenset)
-    return (sorted(entries, key=repr) if is_set else list(entries))[:_ENTRIES]
+def _hexdigest(text: str) -> str:
+    return blake3(text[:_DIGESTED_CHARACTERS].encode(errors="surrogatepass")).hexdigest(6)
 
 
-def _select_used(
-    entries: Mapping[Any, object], names: set[str] | frozenset[str] | None, *, default: Any
-) -> Mapping[Any, object]:
-    """Return the entries with these names; `default` if there are none."""
-    if names is None:
-        return entries
-    return {key: value for key, value in entries.items() if key in names} or default
+def _in_order(entries: Collection[object]) -> list[object]:
+    if isinstance(entries, set | frozenset):
+        return sorted(entries, key=repr) if len(entries) <= _ENTRIES else []
+    return list(itertools.islice(entries, _ENTRIES))
 
 
-def _split_words(name: str) -> set[str]:
-    """Return the identifiers of a name such as `config['device']`, in lower case."""
-    return set(re.findall(r"\w+", name.lower()))
+def _attributes(value: object) -> dict[str, object]:
+    """Return an object's attributes, including those in slots."""
+    slots = {
+        slot: getattr(value, slot)
+        for base in type(value).__mro__
+        for slot in _slots_of(base)
+        if hasattr(value, slot)
+    }
+    return slots | dict(getattr(value, "__dict__", {}))
+
+
+def _slots_of(base: type) -> tuple[str, ...]:
+    slots = vars(base).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _closure(function: FunctionType) -> dict[str, object]:
@@ -284,7 +372,7 @@ def _find_mentioned(code: CodeType) -> set[str]:
 
 
 def _has_user_attributes(value: object) -> bool:
-    if isinstance(value, PurePath) or not hasattr(value, "__dict__"):
+    if isinstance(value, PurePath):
         return False
     return isinstance(value, argparse.Namespace | SimpleNamespace) or _is_user_class(type(value))
 
