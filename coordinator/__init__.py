@@ -1,1 +1,4 @@
-"""The coordinator daemon: it plans, sums and commits steps. It never imports torch."""
+"""The coordinator daemon: it plans, sums and commits steps. It never imports torch.
+
+Start with `run`, which decides; `service` executes its decisions.
+"""

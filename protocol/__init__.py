@@ -1,4 +1,7 @@
-"""Definitions that both daemons share: run spec, manifest, frames, messages, tree, exact update."""
+"""Definitions that both daemons share: run spec, manifest, frames, messages, tree, exact update.
+
+Start with `spec`, then `wire` and `exact`.
+"""
 
 __version__ = "0.1.0"
 

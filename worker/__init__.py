@@ -1,1 +1,4 @@
-"""The worker daemon: owns one device or several, computes subtrees, and takes every step."""
+"""The worker daemon: owns one device or several, computes subtrees, and takes every step.
+
+Start with `logic`, which decides; `shell` executes its decisions.
+"""

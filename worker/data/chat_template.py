@@ -121,7 +121,7 @@ class ChatTemplate:
             return RenderedConversation(full_text, tuple(spans))
         if len(spans) != len(answers):
             if self._loss == "last":
-                return RenderedConversation(full_text, tuple(spans[-1:]))
+                return RenderedConversation(full_text, tuple(spans[-1:] if has_loss[-1] else ()))
             raise DataError(
                 f"{conversation.location}: expected one pair of marks {{% generation %}} around "
                 f"each answer, as some answers have no loss, got {len(spans)} pairs for "

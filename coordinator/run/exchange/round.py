@@ -616,6 +616,8 @@ class Round:
     def lose(self, worker: str, *, is_proven: bool) -> None:
         """Remove a worker that has left; its gradients stay in the sums.
 
+        If it has sent some and its weights are not proven, the step must start over (`is_tainted`).
+
         Args:
             worker: The worker's name.
             is_proven: Whether the worker's weights are known to be the run's.

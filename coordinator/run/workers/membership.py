@@ -1,6 +1,7 @@
 """The members of a run with their states, and the numbered views that follow from them.
 
-Pure. Views fence sessions, not gradients: the sums of a member that leaves still count.
+Pure. Views fence sessions, not gradients: the sums of a member that leaves still count, unless its
+weights were not yet known to be the run's (`Round.lose`).
 """
 
 from __future__ import annotations

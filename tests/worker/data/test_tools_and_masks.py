@@ -10,7 +10,7 @@ import pytest
 from protocol.base.errors import DataError
 from protocol.datasets.conversations import Conversation, read_conversations
 from protocol.spec.sections.data import DataSpec
-from tests.small_chat import CHATML, save_chat_tokenizer, write_jsonl
+from tests.small_chat import CHATML, CHATML_WITH_GENERATION, save_chat_tokenizer, write_jsonl
 from tests.tool_chat import MARKED_TOOL_TEMPLATE, TOOL_TEMPLATE, WEATHER_TOOL, tool_chat
 from worker.data.chat_template import ChatTemplate
 
@@ -148,6 +148,19 @@ def test_learned_answers_follow_loss_and_weight(tokenizer, tmp_path):
     assert spans(loss="last") == spans(weight=0) == spans(train=False) == last
     with pytest.raises(DataError, match=r"every message to have loss with data\.loss=all"):
         spans(loss="all", weight=0)
+
+
+TWO_MARKS_PER_ANSWER = CHATML_WITH_GENERATION.replace(
+    "{{ message['content'] + '<|im_end|>' }}",
+    "{{ message['content'] }}{% endgeneration %}{% generation %}{{ '<|im_end|>' }}",
+)
+
+
+@pytest.mark.parametrize(("weight", "learned"), [(1, ["<|im_end|>"]), (0, [])])
+def test_last_answer_without_weight_is_not_learned(tokenizer, tmp_path, weight, learned):
+    chat = [QUESTION, ANSWER, QUESTION, {**ANSWER, "weight": weight}]
+    conversation = read(tmp_path, {"messages": chat})
+    assert learned_tokens(tokenizer, conversation, TWO_MARKS_PER_ANSWER, "last")[2] == learned
 
 
 def test_a_prompt_of_messages_is_not_learned(tokenizer, tmp_path):

@@ -162,6 +162,10 @@ class _Search:
                 if self._is_used(attribute):
                     yield f"{name}.{attribute}", attribute, member
             yield from self._of_class(type(value))
+        elif type(value).__module__.startswith("samestep."):  # such as the loss of a Trainer
+            for attribute, member in _attributes(value).items():
+                if isinstance(member, FunctionType | MethodType) or _is_user_class(type(member)):
+                    yield f"{name}.{attribute.strip('_')}", attribute, member
         elif (function := getattr(value, "__wrapped__", None)) is not None:
             yield name, key, function
 
