@@ -98,8 +98,7 @@ class Cluster:
                 process.kill()
             process.wait()
         self._reader.join()
-        if self._drainer is not None:
-            self._drainer.join()
+        self.whole_output()
         for process in (self.coordinator, *self.workers.values()):
             for stream in _streams(process):
                 stream.close()
@@ -210,13 +209,17 @@ class Cluster:
         """Wait until a process ends; return its exit code."""
         return process.wait(PATIENCE_S)
 
+    def whole_output(self) -> list[str]:
+        """Return the lines of the coordinator's standard output, once it has ended."""
+        if self._drainer is not None:
+            self._drainer.join()
+        return self.output
+
     def _exit_report(self) -> str:
         code = self.coordinator.poll()
         if code is None:
             return "(the coordinator still runs)"
-        if self._drainer is not None:
-            self._drainer.join()
-        output = "".join([*self.output, *(s.read() for s in _streams(self.coordinator))])
+        output = "".join([*self.whole_output(), *(s.read() for s in _streams(self.coordinator))])
         return f"(the coordinator ended with {code}) {output}"
 
     def _read_address(self) -> dict[str, str]:

@@ -17,7 +17,7 @@ from protocol.base.errors import UsageError
 from protocol.datasets.capture_index import read_index
 from protocol.spec.manifest import CaptureLayout
 from tests.cluster import ROOT, Cluster
-from tests.end_to_end.test_restart import ANYWHERE, result_of, run
+from tests.end_to_end.test_restart import ANY_PORT, result_of, run
 from tests.free_ports import free_address
 from tests.sample_capture import write_capture
 
@@ -47,7 +47,7 @@ def run_options(tmp_path_factory) -> tuple[str, ...]:
 def reference_directory(run_options, tmp_path_factory) -> Path:
     directory: Path = tmp_path_factory.mktemp("undisturbed") / "out"
     local = ("--local-workers", "1", "--backend", "cpu")
-    completed = run(*ANYWHERE, *run_options, *local, "--out", str(directory))
+    completed = run(*ANY_PORT, *run_options, *local, "--out", str(directory))
     assert completed.returncode == 0, completed.stderr
     assert "bytes per token" in completed.stdout
     return directory

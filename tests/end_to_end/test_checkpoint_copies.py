@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import Cluster
-from tests.end_to_end.test_restart import ANYWHERE, LOCAL, one_line, result_of, run
+from tests.end_to_end.test_restart import ANY_PORT, LOCAL, one_line, result_of, run
 from tests.free_ports import free_address
 
 SPEC = """
@@ -28,7 +28,7 @@ def reference_out(tmp_path_factory) -> Path:
     spec = directory / "run.yaml"
     spec.write_text(SPEC % "")
     out = directory / "out"
-    completed = run(*ANYWHERE, "--run", str(spec), *LOCAL, "--out", str(out))
+    completed = run(*ANY_PORT, "--run", str(spec), *LOCAL, "--out", str(out))
     assert completed.returncode == 0, completed.stderr
     return out
 
@@ -54,7 +54,7 @@ def test_a_run_continues_without_the_coordinator_s_disk(tmp_path, reference_out)
     assert copy_steps(copies)[-1] == "after-0000000020"
 
     new_directory = tmp_path / "elsewhere"
-    arguments = (*ANYWHERE, *LOCAL, "--out", str(new_directory), "--resume")
+    arguments = (*ANY_PORT, *LOCAL, "--out", str(new_directory), "--resume")
     completed = run(*arguments, "--from", str(copies))
     assert completed.returncode == 0, completed.stderr
     assert "continues after step 20" in completed.stdout

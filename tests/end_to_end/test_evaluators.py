@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.cluster import Cluster
 from tests.commands import run_command
-from tests.end_to_end.test_restart import ANYWHERE, LOCAL, one_line, result_of, run
+from tests.end_to_end.test_restart import ANY_PORT, LOCAL, one_line, result_of, run
 
 SPEC = """
 task: scripted
@@ -18,7 +18,7 @@ def test_evaluator_runs_beside_training_without_delay(tmp_path):
     spec = tmp_path / "run.yaml"
     spec.write_text(SPEC)
     reference_out = tmp_path / "alone"
-    completed = run(*ANYWHERE, *LOCAL, "--run", str(spec), "--out", str(reference_out))
+    completed = run(*ANY_PORT, *LOCAL, "--run", str(spec), "--out", str(reference_out))
     assert completed.returncode == 0, completed.stderr
 
     scripted = ("--backend", "scripted")

@@ -105,8 +105,7 @@ def test_other_machine_joins_with_the_token_and_returns_without(tmp_path, own_ho
         assert status["encryption"] == "TLS 1.3"
         assert cluster.result()["workers"].keys() == {"far", "near"}
         assert cluster.wait_for_exit(second_worker) == 0
-        cluster._drainer.join()
-        texts = [*cluster.output, json.dumps(status), json.dumps(cluster._events)]
+        texts = [*cluster.whole_output(), json.dumps(status), json.dumps(cluster._events)]
         for process in (cluster.coordinator, *cluster.workers.values()):
             texts += [stream.read() for stream in (process.stdout, process.stderr) if stream]
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]

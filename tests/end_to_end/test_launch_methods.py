@@ -84,7 +84,7 @@ TASKS: dict[str, Callable[[Path], Path]] = {
     "canonical": lambda d: write_run(d, task="digits", arithmetic={"mode": "canonical"}),
 }
 
-ANYWHERE = ("--bind", "127.0.0.1:0", "--control", "127.0.0.1:0")
+ANY_PORT = ("--bind", "127.0.0.1:0", "--control", "127.0.0.1:0")
 
 
 def digest_in(out: Path) -> object:
@@ -100,7 +100,7 @@ def digest_in(out: Path) -> object:
 def run_locally(directory: Path, run: Path, devices: int, *extra_arguments: str) -> object:
     out = directory / "out"
     completed = processes.run_to_end(
-        "coordinator", *ANYWHERE, "--run", str(run), "--out", str(out),
+        "coordinator", *ANY_PORT, "--run", str(run), "--out", str(out),
         "--local-workers", str(devices), "--backend", "cpu", *extra_arguments,
     )  # fmt: skip
     assert completed.returncode == 0, completed.stderr
