@@ -56,7 +56,8 @@ def group_schedules(
     Args:
         optimizer: The optimizer; not changed.
         scheduler: A scheduler of this optimizer, not changed, or None.
-        count: Number of the scheduler's steps to read.
+        count: Number of the scheduler's steps to read. Without a scheduler, and for
+            `ReduceLROnPlateau`, only each group's current rate is read.
 
     Raises:
         DataError: The scheduler changes another setting, or fails.
@@ -122,14 +123,15 @@ def check_scheduler(scheduler: object, optimizer: object) -> None:
 def plateau_of(scheduler: ReduceLROnPlateau, rate: float) -> dict[str, Any]:
     """Return the keys of a run spec's section `optimizer` for a rate that follows a metric.
 
-    The metric is the held-out loss, which `settings` may change.
+    The metric is the held-out loss, unless `fit(settings=...)` names another one.
 
     Args:
         scheduler: The scheduler.
         rate: The learning rate `lr` of the section.
 
     Raises:
-        DataError: The groups have different minimum rates, or the scheduler has taken a step.
+        DataError: There is a minimum rate beside several groups, another `eps` than 1e-8, or the
+            scheduler has taken a step.
     """
     min_rates = set(scheduler.min_lrs)
     if len(min_rates) > 1 or (max(min_rates) and len(scheduler.min_lrs) > 1):

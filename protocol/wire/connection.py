@@ -228,7 +228,7 @@ class EncodedMessage:
 
     Attributes:
         message: The message.
-        nbytes: Length of the frame on the wire.
+        nbytes: Length of the frame, with the body also if that travels in shared memory.
     """
 
     def __init__(self, message: Message, raw: memoryview | None) -> None:

@@ -1,7 +1,8 @@
-"""Leases: how long a worker may be silent while work or an answer is due, and the late workers.
+"""Leases: how long a worker may be silent while work or an answer is due. Find late workers.
 
-Pure: the time comes with `tick`. A lease depends on measurements of the worker itself; the
-constants only keep noise and slow first steps from counting as lateness.
+Pure: the time comes with `tick`. A lease depends on measurements of the worker, and on how long
+the others took for the same step; the constants only keep noise and slow first steps from counting
+as lateness.
 """
 
 from __future__ import annotations

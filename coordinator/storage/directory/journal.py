@@ -10,13 +10,13 @@ changed together with its hash shows in the next line. The chain does not show a
 therefore `result.json` has the last line's hash. `time` is UTC of the coordinator's clock.
 
 Lines of one batch (`batch` is the number of its first line) are written and synced together. So
-damage in the last batch may come from a crash, and is cut off when the journal is opened. Earlier
-damage cannot, and the journal is refused. The intact lines of the last batch are then rewritten:
+damage in the last batch may come from a crash, and is cut off when the journal is opened. Damage
+before that cannot come from a crash, so the journal is refused. The intact lines of the last batch are then rewritten:
 their sync may have failed (`durable_file.write_again`).
 
 A journal can be long, so a restart reads its first line, and then backward from its end
-(`read_end`). Only the metrics that steer a run need all lines (`read_evaluations`), and so does the
-audit (`verify_journal`).
+(`read_end`). All lines are read for the metrics that steer a run (`read_evaluations`), for the
+results (`records_of_type`), and for the audit (`verify_journal`).
 """
 
 from __future__ import annotations

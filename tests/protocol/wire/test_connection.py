@@ -291,7 +291,7 @@ def check_agreement(role, kind, phase):
 
 
 @each_role
-def test_only_a_greeting_is_accepted_before_the_handshake(role):
+def test_messages_of_later_phases_are_refused_before_the_handshake(role):
     for kind in KINDS:
         if not is_legal(PEER_ROLE[role], kind.__name__, Phase.GREETING):
             check_refusal(role, kind)
