@@ -11,8 +11,8 @@ therefore `result.json` has the last line's hash. `time` is UTC of the coordinat
 
 Lines of one batch (`batch` is the number of its first line) are written and synced together. So
 damage in the last batch may come from a crash, and is cut off when the journal is opened. Damage
-before that cannot come from a crash, so the journal is refused. The intact lines of the last batch are then rewritten:
-their sync may have failed (`durable_file.write_again`).
+before that cannot come from a crash, so the journal is refused. The intact lines of the last batch
+are then rewritten: their sync may have failed (`durable_file.write_again`).
 
 A journal can be long, so a restart reads its first line, and then backward from its end
 (`read_end`). All lines are read for the metrics that steer a run (`read_evaluations`), for the
