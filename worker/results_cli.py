@@ -149,7 +149,9 @@ def classify(
             metavar="TEXT...|FILE", help="Texts, or a file of rows or of one text per line."
         ),
     ],
-    column: Annotated[str, typer.Option(help="Column or key of the text.")] = "text",
+    column: Annotated[
+        str | None, typer.Option(help="Column or key of the text.", show_default="text")
+    ] = None,
     pair_column: Annotated[
         str | None, typer.Option(help="Column of the second text of a pair.")
     ] = None,
@@ -160,11 +162,14 @@ def classify(
     """Classify texts with a trained classifier."""
     from backends.registry import choose
     from worker.results.saved_model import find_saved_model
-    from worker.results.text_rows import is_file, read_texts
+    from worker.results.text_rows import check_texts, is_file, read_texts
     from worker.tasks.labels.prediction import classify as classify_texts
 
-    columns = [column] if pair_column is None else [column, pair_column]
-    rows = read_texts(Path(texts[0]), columns) if is_file(texts) else texts
+    columns = [column or "text", *([] if pair_column is None else [pair_column])]
+    if is_file(texts):
+        rows = read_texts(Path(texts[0]), columns)
+    else:
+        rows = check_texts(texts, has_columns=column is not None or pair_column is not None)
     path = (
         find_saved_model(directory).directory if (directory / "run.json").is_file() else directory
     )

@@ -47,7 +47,9 @@ def status_lines(document: dict[str, Any]) -> Iterator[str]:
         exactness = {True: "exact", False: "mixed", None: "not known yet"}[document["exact"]]
         yield f"numbers  {exactness} (exactness: {document['exactness']})"
         yield f"unit     {document['unit']}"
-        yield f"files    {document['directory']}, checkpoint after step {document['checkpoint']}"
+        checkpoint = document["checkpoint"]
+        saved = "no checkpoint yet" if checkpoint is None else f"checkpoint after step {checkpoint}"
+        yield f"files    {document['directory']}, {saved}"
     if document.get("queued_runs"):
         yield f"queued   {', '.join(document['queued_runs'])}"
     if document.get("waiting_for"):

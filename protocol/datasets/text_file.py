@@ -24,6 +24,8 @@ from protocol.datasets.logits_file import pyarrow_modules
 from protocol.spec.sections.data import COLUMNS_OF_FORMAT, OPTIONAL_COLUMNS
 
 _PIECE_CHARACTERS: Final = 1 << 20
+_SIMILARITY: Final = 0.75
+"""How similar a column must be to a required one to be suggested in its place, of 1."""
 _UNPACK, _AS_TEXT = "unpack it first", "save its content as text (UTF-8)"
 _OTHER_FORMATS: Final = {
     b"BZh": ("bzip2", _UNPACK),
@@ -322,8 +324,9 @@ def check_columns(
     column_names = ", ".join(repr(str(name)[:40]) for name in actual_columns[:10]) or "none"
     settings = []
     for key, name in missing.items():
-        candidates = difflib.get_close_matches(name, unused, n=1) or unused
-        is_unique = len(candidates) == 1 and len(missing) <= len(unused)
+        similar = difflib.get_close_matches(name, unused, n=1, cutoff=_SIMILARITY)
+        candidates = similar or (unused if len(missing) == 1 else [])
+        is_unique = len(candidates) == 1
         settings.append(f"--set data.{key}={candidates[0] if is_unique else 'COLUMN'}")
     names = " and ".join(map(repr, missing.values()))
     advice = f"name the column: {' '.join(settings)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,31 @@ def is_file(texts: Sequence[str]) -> bool:
         return False
     if "\n" not in texts[0] and len(texts[0]) < 4_096 and Path(texts[0]).is_file():
         return True
-    file_types = (*sources.ROW_FORMATS, "txt")
-    if sources.file_format(Path(texts[0])) in file_types and not any(map(str.isspace, texts[0])):
+    file_type = sources.file_format(Path(texts[0]))
+    resembles_file = difflib.get_close_matches(file_type, (*sources.ROW_FORMATS, "txt"), n=1)
+    if resembles_file and not any(map(str.isspace, texts[0])):
         raise DataError(f"expected a file of texts at {texts[0]!r}, found none; check the path")
     return False
+
+
+def check_texts(texts: list[str], *, has_columns: bool) -> list[str]:
+    """Check texts that are arguments, and return them.
+
+    Args:
+        texts: The texts.
+        has_columns: Whether columns of a file are named.
+
+    Raises:
+        DataError: A text is empty, or columns are named although there is no file.
+    """
+    if has_columns:
+        raise DataError(
+            f"--column: expected a file of rows, got {'a text' if len(texts) == 1 else 'texts'}; "
+            "name a file, or leave out --column and --pair-column"
+        )
+    if not all(text.strip() for text in texts):
+        raise DataError("expected a text, got an empty one; leave it out")
+    return texts
 
 
 def read_texts(path: Path, columns: Sequence[str]) -> list[str]:

@@ -363,8 +363,9 @@ class Client:
         except ssl.SSLError as error:
             if error.reason in tls.ERROR_MEANS_NO_TLS:
                 raise Mismatch(
-                    f"expected TLS at {self._target.address}, got none; if the coordinator "
-                    "was started with --plaintext, start the worker with it too"
+                    f"expected TLS at {self._target.address}, got none: if this is the control "
+                    "port, use the workers' port, 9000 by default; if the coordinator was started "
+                    "with --plaintext, start the worker with it too"
                 ) from None
             raise
         return channel

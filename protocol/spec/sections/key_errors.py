@@ -220,8 +220,9 @@ def _unknown_tag(location: _Location, document: Any) -> str:
 
 
 def _did_you_mean(word: str, words: Iterable[str]) -> str:
-    suggestions = difflib.get_close_matches(word, [*words], n=1)
-    return f"; did you mean {suggestions[0]!r}?" if suggestions else ""
+    words_by_lowercase = {candidate.lower(): candidate for candidate in words}
+    suggestions = difflib.get_close_matches(word.lower(), [*words_by_lowercase], n=1)
+    return f"; did you mean {words_by_lowercase[suggestions[0]]!r}?" if suggestions else ""
 
 
 def _suggest_key(model: Model, location: _Location) -> str:

@@ -117,6 +117,7 @@ def test_digest_ignores_key_order_of_free_form_sections():
     ("document", "expected"),
     [
         ({"stepz": 1}, "unknown key 'stepz'; did you mean 'steps'?"),
+        ({"optimizer": {"name": "AdamW"}}, "did you mean 'adamw'?"),
         (
             {"optimizer": {"wieght_decay": 1}},
             "'optimizer.wieght_decay'; did you mean 'weight_decay'",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from protocol.base.errors import DataError
-from worker.results.text_rows import is_file, read_texts
+from worker.results.text_rows import check_texts, is_file, read_texts
 
 
 @pytest.mark.parametrize(
@@ -43,5 +43,14 @@ def test_a_file_is_distinguished_from_a_text(tmp_path):
     assert is_file([str(tmp_path / "a.txt")])
     assert not is_file([str(tmp_path / "a.txt"), "and"])
     assert not is_file(["see a.txt"])
-    with pytest.raises(DataError, match="found none"):
-        is_file([str(tmp_path / "b.csv")])
+    for name in ("b.csv", "b.cvs", "b.jsnl"):
+        with pytest.raises(DataError, match="found none"):
+            is_file([str(tmp_path / name)])
+
+
+def test_texts_as_arguments_are_not_empty_and_have_no_columns():
+    assert check_texts(["one", "two"], has_columns=False) == ["one", "two"]
+    with pytest.raises(DataError, match="expected a text, got an empty one"):
+        check_texts(["one", " "], has_columns=False)
+    with pytest.raises(DataError, match="--column: expected a file of rows, got a text"):
+        check_texts(["one"], has_columns=True)
