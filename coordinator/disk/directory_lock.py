@@ -98,7 +98,7 @@ class DirectoryLock:
         except StorageDamaged as error:
             raise StorageFailed("use", str(self._term_file), error.reason) from None
         if newest == 0:
-            reason = "its term file is gone; restore what is missing, then continue"
+            reason = f"{TERM_FILE} is gone; restore what is missing, then continue"
             raise StorageFailed("use", str(self.directory), reason)
         if newest != self.term:
             raise Superseded(
@@ -250,7 +250,9 @@ def _unusable_error(directory: Path, error: Exception) -> UsageError:
         reason = "a file is in its place"
     if isinstance(error, PermissionError) and str(error.filename) == str(directory / LOCK_FILE):
         reason = f"{str(error.filename)!r}: {reason}; give this user read and write permission"
-    return UsageError(
-        f"the run directory {str(directory)!r} cannot be used: {reason}; choose one that this user "
-        f"can write to: {option('--out DIR')}"
-    )
+    text = str(reason).removesuffix(", then continue")  # no coordinator runs that could continue
+    remedy = f"choose one that this user can write to: {option('--out DIR')}"
+    with contextlib.suppress(OSError):
+        if (directory / "run.json").exists():
+            remedy = "the run in it resumes with the same command once this user can write there"
+    return UsageError(f"the run directory {str(directory)!r} cannot be used: {text}; {remedy}")

@@ -394,3 +394,24 @@ def test_message_about_a_damaged_run_file_has_no_python_internals(tmp_path, cont
         directory.read_run()
     expected = f"expected JSON with the run's ID and spec, got {got}; restore it from a copy"
     assert damage.value.reason == expected
+
+
+@pytest.mark.parametrize(
+    ("has_run", "remedy"),
+    [
+        (True, "the run in it resumes with the same command once this user can write there"),
+        (False, "choose one that this user can write to: --out DIR"),
+    ],
+)
+def test_unwritable_directory_is_one_line_with_a_remedy(tmp_path, monkeypatch, has_run, remedy):
+    if has_run:
+        (tmp_path / "run.json").write_text("{}")
+
+    def refuse(*_: object) -> None:
+        raise StorageFailed(
+            "write", "term.json", "No space left on device; make room, then continue"
+        )
+
+    monkeypatch.setattr("coordinator.disk.directory_lock.replace_file", refuse)
+    with pytest.raises(UsageError, match=rf"left on device; make room; {remedy}$"):
+        DirectoryLock.acquire(tmp_path)
