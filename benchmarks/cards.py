@@ -122,7 +122,7 @@ def _measurement(part: str) -> tuple[str, ...]:
     return ("-m", "benchmarks.card_measurements", part, "--kind", "{backend}")
 
 
-_ONE_TEST: Final = ("-k", "gradients_are_those_of_plain_torch")
+_ONE_TEST: Final = ("-k", "gradients_equal_those_of_plain_torch")
 
 PARTS: Final = (
     Part("model families against the CPU, twice", (*_ONE_PROCESS, "tests/backends/eager/models.py"),

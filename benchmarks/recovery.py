@@ -31,9 +31,11 @@ LOGGED_STEPS = 20
 UNDISTURBED_STEPS = 6
 """Undisturbed steps after each recovery: the replica catches up in the first few."""
 
+FIRST_STEPS: Final = 120
+"""Steps before the first kill, and a reserve for a busy machine, on which a worker joins late."""
 STEPS_PER_ROUND: Final = 80
-"""At least the steps of three kills, with those during which a new worker joins. The log of all
-steps must fit on the disk: 3 GB for each round."""
+"""Steps of three kills, with those during which a new worker joins. The log of all steps must fit
+on the disk: 3 GB for each round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class Case:
             "scripted": {"blocks": self.blocks, "block_bytes": self.block_bytes},
             "batch": {"samples": MICROBATCHES, "microbatch": 1},
             "optimizer": {"name": "adamw", "lr": 1e-3},
-            "steps": rounds * STEPS_PER_ROUND,
+            "steps": FIRST_STEPS + rounds * STEPS_PER_ROUND,
             "log": "full",
             "checkpoint": {"every": 0},
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
@@ -56,3 +57,20 @@ def test_crash_in_the_search_for_cards_is_the_reason_to_skip_every_card(monkeypa
     assert devices.reason_to_skip(["vulkan"]).startswith(
         "no card with Vulkan: the search for cards ended"
     )
+
+
+def test_selections_of_tests_occur_in_their_files():
+    selecting_parts = [
+        part for part in cards.PARTS if "-k" in (*part.arguments, *part.quick_arguments)
+    ]
+    assert selecting_parts
+    for part in selecting_parts:
+        arguments = (*part.arguments, *part.quick_arguments)
+        paths = [cards.ROOT / text for text in arguments if text.startswith("tests/")]
+        files = [
+            file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py"))
+        ]
+        source = "\n".join(str(file) + file.read_text() for file in files)
+        expressions = [arguments[n + 1] for n, text in enumerate(arguments) if text == "-k"]
+        words = {word for text in expressions for word in re.findall(r"\w+", text)}
+        assert [word for word in words - {"and", "not", "or"} if word not in source] == []

@@ -401,7 +401,7 @@ PLANTED = {
     "a lost device of a group is waited for": PlantedFault(
         [(DeviceGroup, "_reassign", do_nothing)],
         "nothing can happen",
-        seed=359,
+        seed=682,
     ),
     "a commit before agreement": PlantedFault(
         [(Agreement, "is_reached", True)],
@@ -469,7 +469,7 @@ PLANTED = {
         [(GradientLog, "_new_segment", forgets_older_segments)],
         "a broadcast commit is lost",
         often="kill_coordinator",
-        seed=3,
+        seed=10,
     ),
     "the admission record is not written": PlantedFault(
         [(RunDirectory, "write_admission_record", do_nothing)],
@@ -502,7 +502,7 @@ PLANTED = {
         [(Progress, "release", do_nothing)],
         "may not leave",
         often="worker_drains",
-        seed=3,
+        seed=4,
     ),
     "another run's message is accepted": PlantedFault(
         [(run, "is_stale", always_false)],
