@@ -44,6 +44,12 @@ class _StandardError:
             sys.stderr.flush()
 
 
+def _is_terminal() -> bool:
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # missing or closed
+        return sys.stderr.isatty()
+    return False
+
+
 def set_up_logging(journal: SystemJournal | None, *, as_json: bool) -> None:
     """Log to systemd's journal or to standard error.
 
@@ -53,7 +59,7 @@ def set_up_logging(journal: SystemJournal | None, *, as_json: bool) -> None:
             only warnings and errors are logged: the console shows the rest.
     """
     level = logging.INFO if as_json else logging.WARNING
-    renderer: Any = structlog.dev.ConsoleRenderer()
+    renderer: Any = structlog.dev.ConsoleRenderer(colors=_is_terminal())
     if as_json:
         renderer = structlog.processors.JSONRenderer()
     elif journal is not None:

@@ -21,3 +21,14 @@ def test_logging_survives_a_closed_standard_error(monkeypatch):
     finally:
         structlog.reset_defaults()
     assert "this_is_heard" in open_stream.getvalue()
+
+
+def test_a_file_of_lines_has_no_colors(capsys):
+    try:
+        set_up_logging(None, as_json=False)
+        structlog.get_logger().warning("blob_changed", path="data.csv")
+    finally:
+        structlog.reset_defaults()
+    line = capsys.readouterr().err
+    assert "blob_changed" in line
+    assert "\x1b" not in line
