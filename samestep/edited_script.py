@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from protocol.spec.cross_check import CrossCheck
 from samestep.coordinator_subprocess import Line, show
 from samestep.existing_run import ExistingRun
 from samestep.result import OnLog
 from samestep.script import Call
 
 
-def report_edit(call: Call, existing_run: ExistingRun) -> bool:
+def report_edit(call: Call, existing_run: ExistingRun, cross_check: CrossCheck) -> bool:
     """Report how an edited script differs.
 
+    Args:
+        call: The call that resumes the run.
+        existing_run: The run, before it continues.
+        cross_check: What the script's task reads and computes now.
+
     Returns:
-        Whether the code differs, so that `resume="edited"` accepts an edit.
+        Whether the code or a constant differs, so that `resume="edited"` accepts an edit.
     """
     own_script = f"workers that join need the run's own script, {existing_run.script_file!r}"
-    if edit := existing_run.accepted_edit(call.script):
+    if edit := existing_run.accepted_edit(call.script, cross_check):
         show(Line(f"samestep: {edit}; {own_script}", is_error=True))
     elif call.script.digest != call.run_script.digest:
         show(Line(

@@ -111,11 +111,12 @@ class ExistingRun:
             "is trained changes, or use another directory"
         )
 
-    def accepted_edit(self, script: Script) -> str:
+    def accepted_edit(self, script: Script, cross_check: CrossCheck) -> str:
         """Describe the edit that `resume="edited"` accepts unchecked; empty if there is none.
 
         Args:
             script: The script that resumes the run. It has imported its modules.
+            cross_check: What its task reads and computes now.
         """
         differences = []
         if script.digest != self._identity.get("digest"):
@@ -123,6 +124,10 @@ class ExistingRun:
             differences += [] if difference == "" else [f"its script: {difference or _UNKNOWN}"]
         if script.modules_digest() != self._digests.get(MODULES, ""):
             differences.append("the modules beside its script")
+        first_check = self._cross_check
+        if first_check is not None and (changed := first_check.find_difference(cross_check)):
+            name, expected, value = changed
+            differences.append(f"{name} ({expected}, now {value})")
         if not differences:
             return ""
         return (
@@ -171,7 +176,7 @@ class ExistingRun:
         if self._cross_check is None:
             return
         origin = f"when the run in {str(self.directory)!r} started"
-        if difference := self._cross_check.difference(manifest.cross_check, origin):
+        if difference := self._cross_check.describe_difference(manifest.cross_check, origin):
             raise Mismatch(
                 f'resume: {difference}; write resume="{EDITED}" if you mean to change it'
             )

@@ -47,7 +47,7 @@ from protocol.cli.output import open_standard_streams
 from protocol.exact.digest import weights_digest
 from protocol.machine.allocator import keep_freed_memory, stop_keeping_freed_memory
 from protocol.machine.secret_file import join_token_file, state_home
-from protocol.spec.manifest import INITIAL_ENTRIES, SCRIPT_DIRECTORY, Manifest
+from protocol.spec.manifest import INITIAL_ENTRIES, SCRIPT_DIRECTORY
 from protocol.spec.run_spec import SECTIONS, RunSpec, parse_run_spec
 from samestep import script
 from samestep.arguments import EDITED, Arguments
@@ -254,7 +254,7 @@ def _begin(call: script.Call, arguments: Arguments) -> FitResult:
             return _submit(call, spec, arguments, control_address)
         if existing_run is None:
             return _with_local_coordinator(call, spec, arguments, arguments.on_log)
-        return _resume(call, arguments, existing_run, spec, task.manifest)
+        return _resume(call, arguments, existing_run, spec, task)
     except KeyboardInterrupt as interrupt:
         reason = str(interrupt) or "this fit has ended"
         show(Line(f"samestep: interrupted; {reason}", is_error=True))
@@ -268,7 +268,7 @@ def _resume(
     arguments: Arguments,
     existing_run: ExistingRun,
     spec: RunSpec,
-    manifest: Manifest,
+    task: ScriptTask,
 ) -> FitResult:
     """Continue a run, or return its result if it has finished.
 
@@ -281,11 +281,11 @@ def _resume(
         text = f"the run in {str(existing_run.directory)!r} has finished; nothing left to do"
         show(Line(text))
         return _result(call, existing_run.directory, has_joined=False)
-    existing_run.check_inputs(manifest)
+    existing_run.check_inputs(task.manifest)
     if changes:
-        _report_changes(existing_run, spec, changes, manifest.epoch_samples)
+        _report_changes(existing_run, spec, changes, task.manifest.epoch_samples)
     on_log = arguments.on_log
-    if call.stands_for is not None and report_edit(call, existing_run):
+    if call.stands_for is not None and report_edit(call, existing_run, task.cross_check):
         on_log = with_gradient_report(call, existing_run, on_log)
     return _with_local_coordinator(call, spec, arguments, on_log)
 

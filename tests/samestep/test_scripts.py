@@ -326,3 +326,5 @@ def test_resumed_script_must_read_the_constants_of_the_run(tmp_path):
     assert "for the first samples" in run(SAMESTEP_RESUME="yes", SAMESTEP_POWER="4").stderr
     changed = run(SAMESTEP_RESUME="edited", SAMESTEP_STRENGTH="3")
     assert len(digests(changed.stdout)) == 1, changed.stderr
+    assert "continues with an edit of STRENGTH (1, now 3); that it changes" in changed.stderr
+    assert "the gradients are not computed as before" in changed.stderr

@@ -825,7 +825,7 @@ def _task_mismatch(builds: Sequence[events.Built]) -> str:
             )
         cross_check = first_build.manifest.cross_check
         if cross_check is not None and (
-            difference := cross_check.difference(
+            difference := cross_check.describe_difference(
                 second_build.manifest.cross_check, "on this machine's first device"
             )
         ):

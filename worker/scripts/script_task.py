@@ -80,6 +80,7 @@ class ScriptTask:
 
     Attributes:
         user: The task that the user's `build` returned.
+        cross_check: What this script reads and computes now.
         sampled_digests: Digests of the data sets that are not read completely, and how much was
             read; by name in the manifest. Tensors are read completely.
 
@@ -126,6 +127,7 @@ class ScriptTask:
             buffers = self._buffer_blocks() if self._is_microbatch_unit else ()
             self._check_training(StepBuffers(user.module, buffers))
             self._check_evaluation()
+            self.cross_check = self._collect_cross_check()
             data = self._data_digests(spec.options.get("read"))
             if frozen := _FrozenTensors(user.module):
                 data["frozen_weights"] = digest_arrays(frozen)
@@ -138,24 +140,28 @@ class ScriptTask:
                 digests={**data, **digests},
                 notes={"buffers_averaged": sum(len(b.tensors) for b in buffers)} if buffers else {},
                 embeddings=None if self._coupled is None else self._coupled.layout,
-                cross_check=earlier_cross_check or self._cross_check(),
+                cross_check=earlier_cross_check or self.cross_check,
             )
-            self.trainable = Trainable(
-                blocks=self.manifest.blocks,
-                module=user.module,
-                loss=self._loss,
-                coupled=self._coupled,
-                evaluate=self._evaluate,
-                unit=user.unit,
-                seed=spec.seed,
-                threads=spec.threads,
-                precision=check_precision(spec.options.get("precision", "float32")),
-                keeps_module=True,
-                evaluation_parts=frozenset(self._evaluation_layers),
-            )
+            self.trainable = self._make_trainable(spec)
             self._initial_values = InitialValues(self._parameters())
             self._sum_trial = None if self._is_microbatch_unit else SumTrial(self, device)
             self._refuse_coupled_samples()
+
+    def _make_trainable(self, spec: RunSpec) -> Trainable:
+        user = self.user
+        return Trainable(
+            blocks=self.manifest.blocks,
+            module=user.module,
+            loss=self._loss,
+            coupled=self._coupled,
+            evaluate=self._evaluate,
+            unit=user.unit,
+            seed=spec.seed,
+            threads=spec.threads,
+            precision=check_precision(spec.options.get("precision", "float32")),
+            keeps_module=True,
+            evaluation_parts=frozenset(self._evaluation_layers),
+        )
 
     def _refuse_coupled_samples(self) -> None:
         if self._sum_trial is None:
@@ -604,7 +610,7 @@ class ScriptTask:
             raise DataError(f"evaluate: expected at most {max_metrics} metrics, got {len(metrics)}")
         return tuple(sorted(metrics))
 
-    def _cross_check(self) -> CrossCheck:
+    def _collect_cross_check(self) -> CrossCheck:
         """Collect what the script reads and computes, to compare with other workers."""
         objects = self.user_objects()
         constants = script_constants({name: objects[name] for name in _COMPUTING_FIELDS})

@@ -126,7 +126,7 @@ class Admission:
             )
         if (cross_check := self._manifest.cross_check) is not None:
             origin = "when the run started" if self._is_resumed else "on the run's first worker"
-            if difference := cross_check.difference(manifest.cross_check, origin):
+            if difference := cross_check.describe_difference(manifest.cross_check, origin):
                 return difference
         if evaluates:
             return ""

@@ -156,9 +156,10 @@ def test_only_the_digest_of_a_long_text_is_sent():
 
 def test_constants_do_not_depend_on_the_hash_seed():
     script = (
-        "from tests.worker.tasks.test_script_constants import global_loss, MarginLoss\n"
+        "from tests.worker.tasks.test_script_constants import *\n"
         "from worker.tasks.checks.script_constants import script_constants\n"
-        "print(script_constants({'loss': global_loss, 'weight': MarginLoss(0.7)}))"
+        "print(script_constants({'loss': global_loss, 'weight': MarginLoss(0.7), "
+        "'metrics': make_loss(MARGINS['l1'])}))"
     )
     outputs = {
         subprocess.run(
@@ -203,7 +204,7 @@ class Scaled(nn.Linear):
 
 SLOTTED = SlottedSettings(0.7)
 BETAS = torch.linspace(0.0, 1.0, 101)
-MARGINS = {"l1": lambda x: x.abs(), "l2": lambda x: x**2}
+MARGINS = {"l1": lambda x: x.abs() if x.name in {"a", "b", "c", "d"} else x, "l2": lambda x: x**2}
 
 
 @pytest.mark.parametrize(

@@ -286,10 +286,13 @@ def _function_text(function: FunctionType) -> str:
 
 def _parts_of(code: CodeType) -> set[str]:
     """Return names and constants of a function's code, which all releases of Python share."""
-    parts = {*code.co_names, *code.co_varnames, *code.co_freevars}
+    names = (*code.co_names, *code.co_varnames, *code.co_freevars)
+    parts = {name for name in names if name.isidentifier()}  # without a comprehension's ".0"
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             parts |= _parts_of(constant)
+        elif isinstance(constant, frozenset):  # whose order differs between processes
+            parts |= {repr(element) for element in constant}
         elif constant is not None:
             parts.add(repr(constant))
     return parts

@@ -7,6 +7,7 @@ from coordinator.run.outputs.actions import DigestReplica, FillReplica, Seed, Se
 from coordinator.run.workers.admission import Admission, is_stale
 from coordinator.run.workers.membership import Membership, MemberState
 from protocol.base.errors import OutOfOrder
+from protocol.spec.cross_check import CrossCheck
 from protocol.spec.manifest import Block, Manifest, TensorSpec
 from protocol.wire.messages import (
     DeviceNote,
@@ -61,6 +62,18 @@ def test_refusal_names_the_difference_of_manifests(exactness, change, difference
     other = MANIFEST.model_copy(update=change)
     refusal = make_admission(exactness)[0].find_refusal(other, ready())
     assert f"expected the same {difference}" in refusal or difference in refusal
+
+
+@pytest.mark.parametrize("is_evaluator", [False, True])
+def test_other_constants_of_a_script_are_refused(is_evaluator):
+    first, second = (
+        MANIFEST.model_copy(update={"cross_check": CrossCheck(constants={"SCALE": text})})
+        for text in ("2", "3")
+    )
+    admission = Admission("run", "prefer", Membership(), first)
+    assert admission.find_refusal(first, ready(), evaluates=is_evaluator) == ""
+    refusal = admission.find_refusal(second, ready(), evaluates=is_evaluator)
+    assert refusal.startswith("expected SCALE = 2 as on the run's first worker, got 3: ")
 
 
 def test_other_numerics_are_refused_only_if_exactness_is_required():
